@@ -1,0 +1,110 @@
+"""The one place that imports private names of PyTorch. Each import says why no public name serves.
+
+Pinned to PyTorch 2.13 by pyproject.toml; a new release is checked here first.
+"""
+
+# ruff: noqa: F401
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# C++ guard that dispatches below autograd: the executed graph is a finished program, so no op of it may pay for or
+# record autograd. Public torch.no_grad still walks the autograd keys of every op.
+from torch._C import _AutoDispatchBelowAutograd as below_autograd
+
+# The autograd node now executing: ties a backward op to the forward op it differentiates. No public twin.
+from torch._C import _current_autograd_node as current_autograd_node
+
+# The Python bindings of ATen functions: the cheapest way to call an op from Python; torch.mm is the same object,
+# but ops such as native_layer_norm or _foreach_mul_ are in no public namespace.
+from torch._C import _nn as nn_functions
+from torch._C import _VariableFunctions as variable_functions
+
+# The type of torch.ops.aten.mm.default: what the targets of a graph are.
+from torch._ops import OpOverload
+
+# Tensors with metadata and no storage: what a step is traced on. torch.export uses them; there is no public name.
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
+
+# Autograd's counter of created nodes: the number that a forward op leaves behind for its gradient to be found by.
+from torch.autograd import _get_sequence_nr as next_sequence_number
+from torch.utils import _pytree as pytree
+
+# Interception of every ATen op below autograd, and of Python-level calls above it (the latter is public).
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+value_comparing_optimizers = tuple(sys.modules[kind.__module__] for kind in (torch.optim.Adafactor, torch.optim.ASGD))
+"""Optimizer modules whose code calls Python's min and max on values computed on the device (Adafactor's norms)."""
+
+
+def module_tables(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """(parameters, buffers, children) of one module: the dictionaries themselves, which nn.Module keeps private.
+
+    Replacing an entry swaps a parameter without nn.Module.__setattr__'s checks.
+    """
+    return module._parameters, module._buffers, module._modules
+
+
+def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
+    """The module's own hooks: forward-pre, forward, backward-pre, backward."""
+    return (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+
+
+@contextlib.contextmanager
+def flat_weights(module: torch.nn.Module) -> Iterator[None]:
+    """nn.RNN, LSTM and GRU keep a second list of their weights; rebuild it for the swapped parameters, then restore it."""
+    if not isinstance(module, torch.nn.RNNBase):
+        yield
+        return
+    kept = module._flat_weights
+    module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    try:
+        yield
+    finally:
+        module._flat_weights = kept
+
+
+def has_lazy_parameters(module: torch.nn.Module) -> bool:
+    """True when a parameter of the module has no shape yet (torch.nn.Lazy*)."""
+    return any(isinstance(p, torch.nn.parameter.UninitializedTensorMixin) for p in module.parameters(recurse=True))
+
+
+def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Creates the missing state of one group by the optimizer's own routine, where it has one.
+
+    Every optimizer of PyTorch has `_init_group(group, *lists)`; it fills the lists and creates state for each parameter with a gradient.
+    """
+    routine = getattr(optimizer, "_init_group", None)
+    if routine is not None:
+        lists = len(inspect.signature(routine).parameters) - 1
+        routine(group, *([] for _ in range(lists)))
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Identity of the tensor's storage: equal for two tensors that share memory."""
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def bare_mode(mode: TorchDispatchMode) -> Iterator[None]:
+    """Ops see `mode` alone, whatever modes are active."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), mode:
+        yield
+
+
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Ops run for real, outside every mode and outside autograd."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def fake_mode_of(values: list[Any]) -> FakeTensorMode | None:
+    """The mode of the first fake tensor among the values."""
+    return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)

@@ -1,0 +1,10 @@
+"""Python step -> graph: the whole step run once on fake tensors, every op recorded with its source."""
+
+from __future__ import annotations
+
+from monoflow.capture.capture import capture
+from monoflow.capture.effects import outer_variables
+from monoflow.capture.graph import Captured, GradientRule, Input, StepGraph, Write
+from monoflow.capture.verify import verify_graph
+
+__all__ = ["Captured", "GradientRule", "Input", "StepGraph", "Write", "capture", "outer_variables", "verify_graph"]

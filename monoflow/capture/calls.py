@@ -1,0 +1,235 @@
+"""What a step does above ATen: `.grad`, `.item()`, printing, fused optimizers, random state.
+
+A function mode sees Python-level calls with the arguments as the user wrote them. It redirects the user's real parameters to their
+traced twins (code may hold them from before), and turns what a graph cannot do into an error that names the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from monoflow._torch import FakeTensor, bare_mode, pytree, value_comparing_optimizers
+from monoflow.capture.graph import Input
+from monoflow.capture.numbers import GraphFloat, GraphInt, symbolic_max, symbolic_min
+from monoflow.capture.recorder import Recorder, node_of
+from monoflow.rng import get_rng_state, set_rng_state
+from monoflow.state import TensorEntry
+
+_aten = torch.ops.aten
+
+_FUSED = {
+    torch._fused_adam_: _aten._fused_adam_,
+    torch._fused_adamw_: _aten._fused_adamw_,
+    torch._fused_sgd_: _aten._fused_sgd_,
+    torch._fused_adagrad_: _aten._fused_adagrad_,
+}
+"""Python bindings that would turn a number of the graph into a constant, and the ops to record in their place."""
+
+_BRANCH_FIX = "for a choice by value use torch.where, torch.clamp, or torch.cond outside the step; or return the tensor and branch after the call"
+_VALUE_FIX = "return the tensor from the step and read it there"
+
+_VALUE_READERS: dict[str, tuple[str, str]] = {
+    "__bool__": ("Python branches on the value of a tensor", _BRANCH_FIX),
+    "__float__": ("Python asks for the value of a tensor with float()", _VALUE_FIX),
+    "__int__": ("Python asks for the value of a tensor with int()", _VALUE_FIX),
+    "__index__": ("a tensor is used as a Python index or size", "use a tensor op such as torch.gather or index_select"),
+    "__complex__": ("Python asks for the value of a tensor with complex()", _VALUE_FIX),
+    "__contains__": ("`in` asks for the values of a tensor", "use (tensor == value).any() and torch.where"),
+    "tolist": ("Tensor.tolist() asks for the values of a tensor", _VALUE_FIX),
+    "numpy": ("Tensor.numpy() asks for the values of a tensor", "stay in PyTorch inside the step; call .numpy() on what the step returns"),
+    "__array__": ("NumPy asks for the values of a tensor", "stay in PyTorch inside the step; call .numpy() on what the step returns"),
+    "__dlpack__": ("another library asks for the memory of a tensor", "stay in PyTorch inside the step"),
+    "data_ptr": ("the address of a tensor is asked for", "stay in PyTorch inside the step"),
+    "__repr__": ("a tensor is printed, but has no value while the graph is captured", "return the tensor from the step and print it there"),
+    "__format__": ("a tensor is printed, but has no value while the graph is captured", "return the tensor from the step and print it there"),
+    "equal": ("torch.equal asks for the values of two tensors", "use (a == b).all() and torch.where"),
+    "allclose": ("torch.allclose asks for the values of two tensors", "use torch.isclose(a, b).all() and torch.where"),
+    "is_nonzero": ("Python branches on the value of a tensor", _BRANCH_FIX),
+}
+"""Name of a call that needs values -> (why it cannot be captured, what to write instead)."""
+
+_GET_GRAD = torch.Tensor.grad.__get__
+_SET_GRAD = torch.Tensor.grad.__set__
+
+
+class Gradients:
+    """`.grad` of the parameters while a step is captured.
+
+    A parameter whose `.grad` is None on entry but is looked at before any backward pass (`zero_grad()` first) is given a
+    *supposed* gradient, so that one graph serves both entries; if the step turns out to use it, the capture is repeated without
+    supposing anything.
+    """
+
+    def __init__(self, recorder: Recorder, suppose: bool) -> None:
+        self.recorder = recorder
+        self.suppose = suppose
+        self.entries: dict[int, tuple[TensorEntry, int]] = {}
+        self.on_entry: dict[int, torch.Tensor] = {}
+        self.placeholders: dict[int, fx.Node] = {}
+        self.supposed: set[int] = set()
+        self.untouched: set[int] = set()
+
+    def add(self, fake: torch.Tensor, entry: TensorEntry, argument: int) -> None:
+        real = entry.tensor.grad
+        self.entries[id(fake)] = (entry, argument)
+        if real is not None:
+            self._enter(fake, real)
+        elif fake.requires_grad:
+            self.untouched.add(id(fake))
+
+    def _enter(self, fake: torch.Tensor, like: torch.Tensor) -> None:
+        entry, argument = self.entries[id(fake)]
+        source = Input(f"grad_{entry.name}", "gradient", index=argument, entry=entry)
+        gradient = self.recorder.tensor_input(source, like)
+        self.on_entry[id(fake)] = gradient
+        placeholder = node_of(gradient)
+        assert placeholder is not None
+        self.placeholders[id(fake)] = placeholder
+        fake.grad = gradient
+
+    def read(self, fake: torch.Tensor) -> torch.Tensor | None:
+        gradient = fake.grad
+        if id(fake) in self.untouched:
+            self.untouched.discard(id(fake))
+            if gradient is None and self.suppose:
+                self.supposed.add(id(fake))
+                self._enter(fake, self._like(fake))
+                gradient = fake.grad
+        if gradient is not None:
+            self.recorder.mark_gradient(gradient)
+        return gradient
+
+    def _like(self, fake: torch.Tensor) -> torch.Tensor:
+        with bare_mode(self.recorder.fake_mode), torch.no_grad():
+            return torch.ops.aten.empty_like.default(fake.detach())
+
+
+class PythonCalls(TorchFunctionMode):
+    """The function mode under which a step is captured."""
+
+    def __init__(self, recorder: Recorder, gradients: Gradients) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.gradients = gradients
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        args, kwargs = self._traced(args, kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and func == _GET_GRAD:
+            return self.gradients.read(args[0])
+        if name == "__set__" and func == _SET_GRAD:
+            self.gradients.untouched.discard(id(args[0]))
+        elif name == "item" and isinstance(args[0], torch.Tensor):
+            return self.recorder.item(args[0])
+        elif name in _VALUE_READERS and any(isinstance(a, FakeTensor) for a in args):
+            self._refuse(name, args)
+        elif name in ("tensor", "as_tensor", "scalar_tensor") and args and isinstance(args[0], GraphFloat | GraphInt):
+            return self._number_tensor(*args, **kwargs)
+        elif func in _FUSED:
+            return self._fused(_FUSED[func], args, kwargs)
+        return func(*args, **kwargs)
+
+    def _traced(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The user's own parameters replaced by the traced ones."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        if not any(isinstance(a, torch.Tensor) and self.recorder.fake_of(a) is not None for a in leaves):
+            return args, kwargs
+        return pytree.tree_map_only(torch.Tensor, lambda t: t if (f := self.recorder.fake_of(t)) is None else f, (args, kwargs))
+
+    def _refuse(self, name: str, args: tuple[Any, ...]) -> None:
+        tensor = next(a for a in args if isinstance(a, FakeTensor))
+        if name in ("__bool__", "__float__", "__int__", "__index__") and node_of(tensor) in self.recorder.host:
+            return
+        why, fix = _VALUE_READERS[name]
+        raise self.recorder.error(why, op=f"Tensor.{name}", fix=fix)
+
+    def _number_tensor(self, value: Any, dtype: Any = None, device: Any = None, **_: Any) -> torch.Tensor:
+        kind = dtype or (torch.get_default_dtype() if isinstance(value, GraphFloat) else torch.int64)
+        return self.recorder.call(_aten.scalar_tensor.default, value, dtype=kind, device=torch.device(device or "cpu"))
+
+    def _fused(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        overload = packet.tensor_lr if isinstance(kwargs.get("lr"), torch.Tensor) else packet.default
+        self.recorder.call(overload, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    missing = object()
+    kept = {name: owner.__dict__.get(name, missing) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is missing:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def python_calls(recorder: Recorder, gradients: Gradients, module_paths: dict[int, str]) -> Iterator[None]:
+    """Everything that must be arranged around a step in Python while it is captured, and undone after."""
+    with contextlib.ExitStack() as exits:
+        _module_hooks(exits, recorder, module_paths)
+        _optimizer_hooks(exits, recorder)
+        for module in value_comparing_optimizers:
+            exits.enter_context(_replaced(module, max=symbolic_max, min=symbolic_min))
+        _random_state(exits, recorder)
+        exits.enter_context(torch.compiler.set_stance("force_eager"))
+        exits.enter_context(torch.autograd.set_multithreading_enabled(False))
+        exits.enter_context(PythonCalls(recorder, gradients))
+        yield
+
+
+def _module_hooks(exits: contextlib.ExitStack, recorder: Recorder, paths: dict[int, str]) -> None:
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        recorder.module_stack.append(paths.get(id(module), type(module).__name__))
+
+    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+        recorder.module_stack.pop()
+
+    hooks = torch.nn.modules.module
+    exits.callback(hooks.register_module_forward_pre_hook(enter).remove)
+    exits.callback(hooks.register_module_forward_hook(leave, always_call=True).remove)
+
+
+def _optimizer_hooks(exits: contextlib.ExitStack, recorder: Recorder) -> None:
+    def change_depth(by: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            recorder.optimizer_depth += by
+
+        return hook
+
+    exits.callback(register_optimizer_step_pre_hook(change_depth(1)).remove)
+    exits.callback(register_optimizer_step_post_hook(change_depth(-1)).remove)
+
+
+def _random_state(exits: contextlib.ExitStack, recorder: Recorder) -> None:
+    """Reading and setting the state of the random generator become ops (torch.utils.checkpoint replays dropout by them)."""
+    size = torch.get_rng_state().shape
+
+    def read() -> torch.Tensor:
+        return recorder.record(get_rng_state, (), {}, made)
+
+    def made() -> torch.Tensor:
+        with bare_mode(recorder.fake_mode):
+            return torch.empty(size, dtype=torch.uint8)
+
+    def write(state: torch.Tensor) -> None:
+        recorder.record(set_rng_state, (state,), {}, lambda _: None)
+
+    def seed(value: int) -> None:
+        raise recorder.error("torch.manual_seed inside a step would fix the random numbers of the graph", fix="seed before the first call")
+
+    for module in (torch, torch.random):
+        exits.enter_context(_replaced(module, get_rng_state=read, set_rng_state=write, manual_seed=seed))

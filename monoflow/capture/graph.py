@@ -1,0 +1,158 @@
+"""What capture hands on: the step's graph, where its inputs come from and where its outputs go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from monoflow._torch import OpOverload
+from monoflow.source import OpInfo
+from monoflow.state import NumberEntry, TensorEntry
+
+InputKind = Literal["argument", "parameter", "buffer", "optimizer", "gradient", "number", "constant"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Input:
+    """Where the value of one placeholder comes from.
+
+    argument   user argument number `index` of the flattened call
+    parameter, buffer, optimizer   `entry.tensor`, read and updated in place
+    gradient   `.grad` of the parameter `entry.tensor`, or of argument `index` if that is not negative
+    number     `number.read()`
+    constant   `value`, a tensor that the step refers to from outside (a closure, a literal)
+    """
+
+    name: str
+    kind: InputKind
+    index: int = -1
+    entry: TensorEntry | None = None
+    number: NumberEntry | None = None
+    value: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Write:
+    """An output of the graph that is stored into the user's objects after a call.
+
+    By `store(value)`; or, for the gradient of an argument tensor, as `.grad` of argument number `argument`.
+    """
+
+    name: str
+    kind: Literal["gradient", "buffer", "optimizer", "number"]
+    store: Callable[[Any], None] | None
+    argument: int = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class GradientRule:
+    """What a graph supposes of a tensor's `.grad` on entry, and whether it leaves None behind.
+
+    The tensor is that of `entry`, or argument number `argument` of the flattened call.
+    """
+
+    entry: TensorEntry
+    argument: int
+    on_entry: Literal["any", "none", "tensor"]
+    cleared: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Captured:
+    """A whole step as one static graph over one device's tensors.
+
+    graph      placeholders in the order of `inputs`; its output is the flat tuple of returned values, then written ones
+    returned   rebuilds what the user's function returned from the graph's first outputs
+    writes     what becomes of the other outputs, in order
+    guards     graph over the same placeholders whose output is a tuple of bools, all True while the graph is valid;
+               None when nothing needs checking
+    """
+
+    graph: StepGraph
+    inputs: tuple[Input, ...]
+    returned: Callable[[list[Any]], Any]
+    returned_count: int
+    writes: tuple[Write, ...]
+    gradients: tuple[GradientRule, ...]
+    guards: fx.GraphModule | None
+
+
+class StepGraph(fx.GraphModule):
+    """An `fx.GraphModule` that prints the user's line over each op."""
+
+    def print_readable(self, print_output: bool = True, **_: Any) -> str:  # type: ignore[override]
+        """The graph as Python text; over each op its phase, module and the user's file:line and code."""
+        text = "\n".join(self._readable_lines())
+        if print_output:
+            print(text)
+        return text
+
+    def _readable_lines(self) -> list[str]:
+        lines = ["def step(" + ", ".join(n.name for n in self.graph.nodes if n.op == "placeholder") + "):"]
+        previous: OpInfo | None = None
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                lines.append(f"    # {node.name}: {describe_value(node.meta.get('val'))}")
+            elif node.op == "output":
+                lines.append(f"    return {node.args[0]}")
+            else:
+                info: OpInfo | None = node.meta.get("op")
+                if info is not None and info != previous:
+                    lines.append("")
+                    lines.extend(f"    # {line}" for line in info.lines())
+                previous = info
+                lines.append(f"    {node.name} = {format_call(node)}  # {describe_value(node.meta.get('val'))}")
+        return lines
+
+
+def describe_value(value: Any) -> str:
+    """`f32[8, 16]`, `number`, or a list of them."""
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i").replace("uint", "u")
+        return f"{dtype}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(describe_value, value)) + ")"
+    return "number" if isinstance(value, int | float) else "-"
+
+
+def target_name(target: Any) -> str:
+    """`aten.mm.default` for ATen ops, the plain name for Python functions."""
+    return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
+
+
+def format_call(node: fx.Node) -> str:
+    args = [repr(a) for a in node.args] + [f"{k}={v!r}" for k, v in node.kwargs.items()]
+    return f"{target_name(node.target)}({', '.join(args)})"
+
+
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """The argument nodes that an op writes into, by its schema."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return []
+    written: list[fx.Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        written.extend(v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, fx.Node))
+    return written
+
+
+def is_effect(node: fx.Node) -> bool:
+    """True for an op that must run although nobody uses its result: it writes, or it draws random numbers."""
+    if node.op != "call_function":
+        return True
+    if not isinstance(node.target, OpOverload):
+        return bool(getattr(node.target, "has_effect", False))
+    return node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def describe_node(node: fx.Node) -> str:
+    """The node and the user's line, for errors."""
+    info = node.meta.get("op")
+    where = f" ({info.user})" if isinstance(info, OpInfo) and info.user is not None else ""
+    return f"{node.name} = {format_call(node)}{where}"

@@ -1,0 +1,58 @@
+"""Guards: the comparisons Python made on numbers while the step was captured, as a small graph to check before each call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from monoflow.capture.recorder import Recorder
+
+
+def guard_module(recorder: Recorder) -> fx.GraphModule | None:
+    """A graph over the step's placeholders whose output is True while every comparison comes out as it did at capture.
+
+    It holds the number ops the comparisons need and, when these read tensors (an optimizer's step counts), all recorded ops on
+    such tensors, run on copies. None when nothing was compared.
+    """
+    if not recorder.guards:
+        return None
+    needed = _needed([o for key in recorder.guards for o in key[1:] if isinstance(o, fx.Node)])
+    if needed & recorder.host_tensors:
+        needed |= {n for n in recorder.host_ops if not recorder.host_tensors.isdisjoint(n.all_input_nodes)}
+        needed |= _needed(list(needed))
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in recorder.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = graph.placeholder(node.name)
+    for node in list(copies):
+        if node in needed and node in recorder.host_tensors:
+            copies[node] = graph.call_function(torch.clone, (copies[node],))
+    for node in recorder.host_ops:
+        if node in needed:
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    answers = [_comparison(graph, key, answer, copies) for key, answer in recorder.guards.items()]
+    graph.output(tuple(answers))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _comparison(graph: fx.Graph, key: tuple[Any, ...], answer: bool, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    function, *operands = key
+    compared = graph.call_function(function, tuple(copies[o] if isinstance(o, fx.Node) else o for o in operands))
+    return graph.call_function(_is, (compared, answer))
+
+
+def _is(value: object, expected: bool) -> bool:
+    return bool(value) is expected
+
+
+def _needed(roots: list[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    while roots:
+        node = roots.pop()
+        if node not in found:
+            found.add(node)
+            roots.extend(node.all_input_nodes)
+    return found

@@ -1,0 +1,421 @@
+"""Records every ATen op of a running step as a node of an fx graph, with its `OpInfo`.
+
+The step runs on fake tensors (metadata without storage). `Recorder` sits below autograd and sees forward, backward
+and optimizer ops alike; values of the graph are the fake tensors that came out of recorded ops.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import fx
+
+from monoflow._torch import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    UnsupportedFakeTensorException,
+    bare_mode,
+    current_autograd_node,
+    next_sequence_number,
+    pytree,
+    real_tensors,
+)
+from monoflow.capture.graph import Input, describe_value, target_name, written_nodes
+from monoflow.capture.numbers import GraphFloat, GraphInt, graph_number
+from monoflow.errors import CaptureError
+from monoflow.source import ForwardOp, Frame, OpInfo, Phase, stack
+
+_TORCH = os.path.dirname(torch.__file__)
+_OPTIMIZERS = os.path.join(_TORCH, "optim", "")
+_AUTOGRAD_FILES = (os.path.join(_TORCH, "autograd", "__init__.py"), os.path.join(_TORCH, "autograd", "graph.py"))
+_CLIPPING = os.path.join(_TORCH, "nn", "utils", "clip_grad.py")
+
+_NODE = "_monoflow_node"
+
+_FRESH_CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
+_ITEM = torch.ops.aten._local_scalar_dense.default
+
+
+Report = Callable[[str, int, int], None]
+"""Told how far a capture is: (phase, ops recorded, 0)."""
+
+
+def no_report(what: str, done: int, total: int) -> None:
+    pass
+
+
+class Recorder(TorchDispatchMode):
+    """A dispatch mode that builds `graph`. `boundary` is the frame that called the user's step: where its stacks end."""
+
+    def __init__(self, fake_mode: FakeTensorMode, report: Report) -> None:
+        super().__init__()
+        self.report = report
+        self.fake_mode = fake_mode
+        self.boundary: FrameType | None = None
+        self.graph = fx.Graph()
+        self.inputs: list[Input] = []
+        self.module_stack: list[str] = []
+        self.optimizer_depth = 0
+        self.host: dict[fx.Node, Any] = {}
+        self.host_ops: list[fx.Node] = []
+        self.host_tensors: set[fx.Node] = set()
+        self.results: list[tuple[weakref.ref[torch.Tensor], OpInfo, str]] = []
+        self.guards: dict[tuple[Any, ...], bool] = {}
+        self.failed: tuple[BaseException, CaptureError] | None = None
+        self._forward_ops: dict[int, fx.Node] = {}
+        self._last_sequence = next_sequence_number() - 1
+        self._last_backward: ForwardOp | None = None
+        self._gradients: set[fx.Node] = set()
+        self._real: dict[int, FakeTensor] = {}
+        self._kept: list[torch.Tensor] = []
+        self._last_placeholder: fx.Node | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would wrap `__torch_dispatch__` against torch.compile, a Python frame for each op; nothing is compiled here."""
+        return False
+
+    # Inputs
+
+    def tensor_input(self, source: Input, real: torch.Tensor, fake: torch.Tensor | None = None) -> torch.Tensor:
+        """A placeholder for `real`; later uses of `real` itself mean the fake one. Returns the fake tensor."""
+        fake = self.fake_mode.from_tensor(real) if fake is None else fake
+        node = self._placeholder(source)
+        node.meta["val"] = self.snapshot(fake)
+        set_node(fake, node)
+        self._real[id(real)] = fake  # type: ignore[assignment]
+        self._kept.append(real)
+        return fake
+
+    def number_input(self, source: Input, value: int | float) -> GraphFloat | GraphInt:
+        node = self._placeholder(source)
+        node.meta["val"] = value
+        self.host[node] = value
+        return graph_number(self, node, type(value))
+
+    def host_tensor(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Lets numbers computed from this one-element tensor (an optimizer's step count) be known while tracing."""
+        node = node_of(fake)
+        assert node is not None
+        self.host[node] = real.detach().clone()
+        self.host_tensors.add(node)
+
+    def fake_of(self, real: torch.Tensor) -> torch.Tensor | None:
+        return self._real.get(id(real))
+
+    def _placeholder(self, source: Input) -> fx.Node:
+        anchor = self._last_placeholder
+        where = self.graph.inserting_after(anchor) if anchor is not None else self.graph.inserting_before(next(iter(self.graph.nodes), None))
+        with where:
+            node = self.graph.placeholder("".join(c if c.isalnum() else "_" for c in source.name))
+        self._last_placeholder = node
+        self.inputs.append(source)
+        return node
+
+    def _constant(self, real: torch.Tensor) -> torch.Tensor:
+        if real.requires_grad and torch.is_grad_enabled():
+            raise self.error(
+                f"a tensor of shape {tuple(real.shape)} that requires gradients is used in the step, but belongs to none of the "
+                "modules and optimizers given to mf.graph",
+                fix="pass its module too: @mf.graph(model, other_module, optimizer), or use tensor.detach()",
+            )
+        if real.layout is not torch.strided:
+            raise self.error("sparse tensors cannot be captured", fix="use dense tensors: tensor.to_dense()")
+        return self.tensor_input(Input(f"constant_{len(self.inputs)}", "constant", value=real), real)
+
+    def value_node(self, tensor: torch.Tensor) -> fx.Node:
+        """The node whose value `tensor` is; a tensor from outside the step becomes a constant."""
+        node = node_of(self._known(tensor))
+        assert node is not None
+        return node
+
+    def forget_tensors(self) -> None:
+        """Drops every tensor of the capture, so that whatever is still alive is held by somebody else."""
+        self._real.clear()
+        self.host = {node: value for node, value in self.host.items() if not isinstance(value, torch.Tensor)}
+
+    # Ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace in ("profiler", "prim"):
+            return func(*args, **kwargs)
+        if func is _ITEM:
+            return self.item(args[0])
+        return self.record(func, args, kwargs)
+
+    def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Records a call made from Python rather than by PyTorch's dispatcher; `func` runs on fake tensors unrecorded."""
+
+        def run(*fake_args: Any, **fake_kwargs: Any) -> Any:
+            with bare_mode(self.fake_mode):
+                return func(*fake_args, **fake_kwargs)
+
+        return self.record(func, args, kwargs, run)
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None = None) -> Any:
+        """Runs one op on the fake tensors (or `run` in its place) and appends its node. Returns the fake result."""
+        fake_args, fake_kwargs, node_args, node_kwargs = self._operands(func, args, kwargs)
+        if func in _FRESH_CONSTANTS:
+            func = torch.ops.aten.lift_fresh_copy.default
+        info = self.info([a for a in pytree.tree_leaves((node_args, node_kwargs)) if isinstance(a, fx.Node)])
+        try:
+            result = (run or func)(*fake_args, **fake_kwargs)
+        except (DynamicOutputShapeException, UnsupportedFakeTensorException) as exc:
+            raise self.error(
+                f"the shape of the result of {target_name(func)} depends on the values in its input",
+                op=str(func),
+                fix="write it with a static shape: torch.where(mask, x, 0) in place of x[mask], sums over a mask in place of selecting",
+            ) from exc
+        except Exception as exc:
+            self.failed = (exc, self.error(f"{target_name(func)} failed: {exc}", op=_describe_call(func, args, kwargs)))
+            raise
+        node = self.graph.create_node("call_function", func, node_args, node_kwargs)
+        node.meta["op"] = info
+        self.report(info.phase, len(self.graph.nodes), 0)
+        self._name_sequence(node)
+        self._follow_on_host(node)
+        self._bind(node, result, func, info)
+        return result
+
+    def _operands(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        fakes, nodes = [], []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                leaf = self._known(leaf)
+                fakes.append(leaf)
+                nodes.append(node_of(leaf))
+            elif isinstance(leaf, GraphFloat | GraphInt | torch.SymFloat | torch.SymInt):
+                node = leaf.node.fx_node
+                fakes.append(self.stand_in(node))
+                nodes.append(node)
+            else:
+                fakes.append(leaf)
+                nodes.append(leaf)
+        fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
+        node_args, node_kwargs = pytree.tree_unflatten(nodes, spec)
+        return fake_args, fake_kwargs, node_args, node_kwargs
+
+    def _known(self, tensor: torch.Tensor) -> torch.Tensor:
+        if node_of(tensor) is not None:
+            return tensor
+        found = self._real.get(id(tensor))
+        if found is not None:
+            return found
+        if isinstance(tensor, FakeTensor):
+            raise self.error(
+                "a tensor of an earlier, already ended capture is used in the step",
+                fix="do not keep tensors between calls in lists or attributes; return them from the step",
+            )
+        return self._constant(tensor)
+
+    def _bind(self, node: fx.Node, result: Any, func: Any, info: OpInfo) -> None:
+        """Ties the fake results to nodes, and leaves a snapshot of their metadata in `meta["val"]`."""
+        if isinstance(result, torch.Tensor):
+            if result.layout is not torch.strided:
+                raise self.error(
+                    f"{target_name(func)} makes a sparse tensor", op=str(func), fix="use dense gradients: Embedding(sparse=False)"
+                )
+            previous = node_of(result)
+            node.meta["val"] = previous.meta["val"] if previous is not None and _keeps_metadata(func) else self.snapshot(result)
+            if previous is None:
+                self.results.append((weakref.ref(result), info, target_name(func)))
+            set_node(result, node)
+        elif isinstance(result, list | tuple):
+            values = []
+            for index, item in enumerate(result):
+                if not isinstance(item, torch.Tensor):
+                    values.append(item)
+                    continue
+                part = self.graph.call_function(operator.getitem, (node, index))
+                part.meta["op"] = info
+                if node in self.host:
+                    self.host[part] = self.host[node][index]
+                    self.host_ops.append(part)
+                self._bind(part, item, func, info)
+                values.append(part.meta["val"])
+            node.meta["val"] = type(result)(values) if isinstance(result, list) else tuple(values)
+        else:
+            node.meta["val"] = result
+
+    def snapshot(self, fake: torch.Tensor) -> torch.Tensor:
+        """A tensor with the same metadata and storage identity, outside autograd."""
+        with bare_mode(self.fake_mode), torch.no_grad():
+            return torch.ops.aten.detach.default(fake)
+
+    # Numbers
+
+    def number_op(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> GraphFloat | GraphInt:
+        node = self.graph.create_node("call_function", function, operands, {})
+        node.meta["op"] = self.info([])
+        if all(o in self.host for o in operands if isinstance(o, fx.Node)):
+            value = function(*(self.host[o] if isinstance(o, fx.Node) else o for o in operands))
+            self.host[node] = value
+            self.host_ops.append(node)
+        else:
+            value = float(function(*(self.stand_in(o) if isinstance(o, fx.Node) else o for o in operands)))
+        node.meta["val"] = value
+        return graph_number(self, node, type(value))
+
+    def stand_in(self, node: fx.Node) -> int | float:
+        """A number to trace with: the true one where it is known, else 1.0 (only its type matters)."""
+        value = self.host.get(node, node.meta.get("val"))
+        return value if isinstance(value, int | float) else 1.0
+
+    def concrete(self, node: fx.Node) -> int | float:
+        if node not in self.host:
+            raise self.error(
+                "Python needs the value of a number that is computed on the device in the step",
+                fix="use torch.where, torch.clamp or another tensor op in place of Python's if, min or max",
+            )
+        return self.host[node]
+
+    def item(self, tensor: torch.Tensor) -> Any:
+        """`.item()`: a number of the graph for optimizers and their small state tensors, an error anywhere else."""
+        tensor = self._known(tensor)
+        node = node_of(tensor)
+        frames = stack(until=self.boundary)
+        in_optimizer = bool(frames) and frames[0].file.startswith(_OPTIMIZERS)
+        if node in self.host or in_optimizer:
+            number = self.graph.create_node("call_function", _ITEM, (node,), {})
+            number.meta["op"] = self.info([node])  # type: ignore[list-item]
+            if node in self.host:
+                with real_tensors():
+                    self.host[number] = self.host[node].item()  # type: ignore[index]
+                self.host_ops.append(number)
+                kind = type(self.host[number])
+            else:
+                kind = float if tensor.dtype.is_floating_point else int
+            number.meta["val"] = self.host.get(number, kind(1))
+            return graph_number(self, number, kind)
+        raise self.error(
+            "Python asks for the value of a tensor, which does not exist before the graph runs",
+            op="Tensor.item()",
+            fix="return the tensor from the step and read it there; for a choice by value use torch.where",
+        )
+
+    def guard_compare(self, function: Callable[[Any, Any], bool], left: Any, right: Any) -> bool:
+        values = [self.concrete(o) if isinstance(o, fx.Node) else o for o in (left, right)]
+        answer = bool(function(*values))
+        self.guards[(function, left, right)] = answer
+        return answer
+
+    def guard_equal(self, node: fx.Node) -> int | float:
+        value = self.concrete(node)
+        self.guards[(operator.eq, node, value)] = True
+        return value
+
+    def _follow_on_host(self, node: fx.Node) -> None:
+        """Runs the op on the known values too if all its tensors are known; forgets those it writes otherwise."""
+        inputs = node.all_input_nodes
+        tensors = [n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
+        if not tensors:
+            return
+        if all(n in self.host for n in inputs):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.host[n])
+            with real_tensors():
+                self.host[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            self.host_ops.append(node)
+            self.host_tensors.add(node)
+        elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            for written in written_nodes(node):
+                self.host.pop(written, None)
+
+    # Where
+
+    def info(self, inputs: list[fx.Node]) -> OpInfo:
+        frames = stack(until=self.boundary)
+        module = self.module_stack[-1] if self.module_stack else ""
+        running = current_autograd_node()
+        phase: Phase = "forward"
+        forward: ForwardOp | None = None
+        if running is not None:
+            phase = "backward"
+            found = self._forward_ops.get(running._sequence_nr())
+            if found is not None:
+                forward = _forward_op(found)
+                module = module or found.meta["op"].module
+                self._last_backward = forward
+            else:
+                forward = self._last_backward
+        elif frames and frames[0].file in _AUTOGRAD_FILES:
+            phase = "backward"
+            roots = [n for n in inputs if "op" in n.meta]
+            if roots:
+                forward = self._last_backward = _forward_op(roots[0])
+                module = roots[0].meta["op"].module
+        elif self.optimizer_depth or _in_library(frames, _CLIPPING) or any(n in self._gradients or _is_update(n) for n in inputs):
+            phase = "update"
+        return OpInfo(frames, module, phase, forward)
+
+    def mark_gradient(self, gradient: torch.Tensor) -> None:
+        """Ops on a parameter's `.grad` outside the autograd engine belong to the update."""
+        node = node_of(gradient)
+        if node is not None:
+            self._gradients.add(node)
+
+    def _name_sequence(self, node: fx.Node) -> None:
+        """Remembers which op the autograd nodes created just before it belong to (autograd counts them)."""
+        latest = next_sequence_number() - 1
+        for number in range(self._last_sequence + 1, latest + 1):
+            self._forward_ops[number] = node
+        self._last_sequence = max(latest, self._last_sequence)
+
+    def error(self, reason: str, *, op: str = "", fix: str = "") -> CaptureError:
+        frames = stack(until=self.boundary)
+        module = self.module_stack[-1] if self.module_stack else ""
+        return CaptureError(reason, op=op, fix=fix, module=module, frames=frames)
+
+
+def node_of(tensor: torch.Tensor) -> fx.Node | None:
+    """The node that a fake tensor is the value of."""
+    return tensor.__dict__.get(_NODE)
+
+
+def set_node(tensor: torch.Tensor, node: fx.Node) -> None:
+    tensor.__dict__[_NODE] = node
+
+
+def _forward_op(node: fx.Node) -> ForwardOp:
+    return ForwardOp(node.name, target_name(node.target), node.meta["op"].source)
+
+
+def _is_update(node: fx.Node) -> bool:
+    info = node.meta.get("op")
+    return info is not None and info.phase == "update"
+
+
+def _in_library(frames: tuple[Frame, ...], file: str) -> bool:
+    """True when `file` is among the library frames under the innermost user frame."""
+    for frame in frames:
+        if not frame.library:
+            return False
+        if frame.file == file:
+            return True
+    return False
+
+
+def _keeps_metadata(func: Any) -> bool:
+    """True for an op that writes into its argument without changing the argument's shape or strides."""
+    return isinstance(func, OpOverload) and func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+
+
+def _describe_call(func: Any, args: Any, kwargs: Any) -> str:
+    def show(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return describe_value(value)
+        if isinstance(value, list | tuple):
+            return "[" + ", ".join(map(show, value)) + "]"
+        return repr(value)
+
+    return f"{target_name(func)}({', '.join([*map(show, args), *(f'{k}={show(v)}' for k, v in kwargs.items())])})"

@@ -1,0 +1,212 @@
+"""Puts traced tensors and numbers in the place of the user's, reads back what the step made of them, and restores everything."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.optim import Optimizer
+
+from monoflow._torch import FakeTensor, flat_weights, init_group, module_tables
+from monoflow.capture.graph import Write
+from monoflow.capture.numbers import GraphFloat, GraphInt
+from monoflow.capture.recorder import Recorder, node_of
+from monoflow.state import Inventory, State
+
+Substitute = Callable[[Any, Any, int | None], Any]
+
+
+class Swapped:
+    """The user's modules and optimizers while a step is captured."""
+
+    def __init__(self, state: State, inventory: Inventory, recorder: Recorder) -> None:
+        self.state = state
+        self.inventory = inventory
+        self.recorder = recorder
+        self.placed: dict[int, dict[str, Any]] = {}
+        self.numbers: dict[tuple[int, Any, int | None], GraphFloat | GraphInt] = {}
+
+    def number(self, container: Any, key: Any, index: int | None, traced: GraphFloat | GraphInt) -> None:
+        self.numbers[(id(container), key, index)] = traced
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        with contextlib.ExitStack() as exits:
+            modules = [m for root in self.state.modules.values() for m in root.modules()]
+            for module in modules:
+                for table in module_tables(module)[:2]:
+                    exits.callback(_restore, table, dict(table))
+            for entry in self.inventory.tensors:
+                if entry.kind != "optimizer":
+                    for place in entry.places:
+                        if isinstance(place.container, dict):
+                            place.write(self.recorder.fake_of(entry.tensor))
+            for module in modules:
+                exits.enter_context(flat_weights(module))
+            for optimizer in self.state.optimizers.values():
+                self._swap_optimizer(exits, optimizer)
+            yield
+
+    def _swap_optimizer(self, exits: contextlib.ExitStack, optimizer: Optimizer) -> None:
+        state = optimizer.state
+        exits.callback(setattr, optimizer, "state", state)
+        traced: defaultdict[Any, Any] = defaultdict(dict)
+        for parameter, values in state.items():
+            traced[self._twin(parameter)] = twin_values = {k: self._traced(v, values, k) for k, v in values.items()}
+            self.placed[id(twin_values)] = dict(twin_values)
+        optimizer.state = traced
+        for group in optimizer.param_groups:
+            exits.callback(_restore, group, dict(group))
+            for option, value in list(group.items()):
+                group[option] = [self._twin(p) for p in value] if option == "params" else self._traced(value, group, option)
+            self.placed[id(group)] = dict(group)
+
+    def _twin(self, value: Any) -> Any:
+        found = self.recorder.fake_of(value) if isinstance(value, torch.Tensor) else None
+        return value if found is None else found
+
+    def _traced(self, value: Any, container: Any, key: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._twin(value)
+        found = self.numbers.get((id(container), key, None))
+        if found is not None:
+            return found
+        if isinstance(value, tuple):
+            return tuple(self.numbers.get((id(container), key, i), v) for i, v in enumerate(value))
+        if isinstance(value, list):
+            return [self._traced(v, value, i) for i, v in enumerate(value)]
+        if isinstance(value, dict):
+            return {k: self._traced(v, value, k) for k, v in value.items()}
+        return value
+
+    # Reading back, while still swapped
+
+    def writes(self) -> Iterator[tuple[Write, fx.Node | Any]]:
+        """Every value that the step rebound: buffers assigned anew, optimizer state created, numbers counted up."""
+        yield from self._module_writes()
+        for root, optimizer in self.state.optimizers.items():
+            yield from self._optimizer_writes(root, optimizer)
+
+    def _module_writes(self) -> Iterator[tuple[Write, fx.Node]]:
+        for entry in self.inventory.tensors:
+            if entry.kind == "optimizer":
+                continue
+            twin = self.recorder.fake_of(entry.tensor)
+            for place in entry.places:
+                if not isinstance(place.container, dict):
+                    continue
+                now = place.container.get(place.key)
+                if now is twin:
+                    continue
+                node = node_of(now) if isinstance(now, torch.Tensor) else None
+                if node is None:
+                    raise self.recorder.error(
+                        f"the step removes {entry.kind} {entry.name} of the module, or assigns something that it did not compute",
+                        fix=f"assign a tensor computed in the step, or update in place: {entry.name}.copy_(value)",
+                    )
+                yield Write(entry.name, "buffer", place.write), node
+
+    def _optimizer_writes(self, root: str, optimizer: Optimizer) -> Iterator[tuple[Write, Any]]:
+        real = {id(self._twin(e.tensor)): e.tensor for e in self.inventory.tensors if e.kind == "parameter"}
+        for twin, values in optimizer.state.items():
+            parameter = real.get(id(twin), twin)
+            for name, node in self._rebound(values, f"{root}.state"):
+                yield Write(f"{root}.{name}", "optimizer", _state_store(optimizer, parameter, name)), node
+        for position, group in enumerate(optimizer.param_groups):
+            for name, node in self._rebound(group, f"{root}.{position}"):
+                yield Write(f"{root}.{position}.{name}", "number", _item_store(group, name)), node
+
+    def _rebound(self, table: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+        """(key, new value) of every entry that is not the one put there by `active`."""
+        placed = self.placed.get(id(table), {})
+        for key, value in table.items():
+            if key != "params" and (key not in placed or not _unchanged(value, placed[key])):
+                yield key, self._value_node(value, f"{name}.{key}")
+
+    def _value_node(self, value: Any, name: str) -> Any:
+        if isinstance(value, FakeTensor):
+            return node_of(value)
+        if isinstance(value, GraphFloat | GraphInt):
+            return value.node.fx_node
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise self.recorder.error(
+            f"the optimizer keeps a {type(value).__name__} in its state ({name}), made anew in the step",
+            fix="keep tensors and numbers in the optimizer's state",
+        )
+
+
+def _restore(table: dict[Any, Any], before: dict[Any, Any]) -> None:
+    table.clear()
+    table.update(before)
+
+
+def _unchanged(value: Any, placed: Any) -> bool:
+    if value is placed:
+        return True
+    plain = isinstance(value, bool | int | float | str | None) and type(value) is type(placed)
+    return plain and value == placed
+
+
+def _item_store(table: dict[str, Any], key: str) -> Callable[[Any], None]:
+    return lambda value: table.__setitem__(key, value)
+
+
+def _state_store(optimizer: Optimizer, parameter: Any, name: str) -> Callable[[Any], None]:
+    def store(value: Any) -> None:
+        optimizer.state[parameter][name] = value
+
+    return store
+
+
+@contextlib.contextmanager
+def fresh_optimizer_state(state: State) -> Iterator[set[tuple[int, Any]]]:
+    """Creates missing optimizer state, so that the first call has the same graph as later ones.
+
+    Taken back if the body raises; else whatever key of the yielded set of (optimizer, parameter) the body leaves in it is taken back
+    (parameters that turned out to have no gradient: eager PyTorch creates no state for them).
+    """
+    before = {id(o): [(p, values, dict(values)) for p, values in o.state.items()] for o in state.optimizers.values()}
+    created: set[tuple[int, Any]] = set()
+    try:
+        for optimizer in state.optimizers.values():
+            known = set(optimizer.state)
+            _initialize(optimizer)
+            created |= {(id(optimizer), p) for p in optimizer.state if p not in known}
+        yield created
+    except BaseException:
+        for optimizer in state.optimizers.values():
+            optimizer.state.clear()
+            for parameter, values, entries in before[id(optimizer)]:
+                _restore(values, entries)
+                optimizer.state[parameter] = values
+        raise
+    for optimizer in state.optimizers.values():
+        for identity, parameter in created:
+            if identity == id(optimizer):
+                optimizer.state.pop(parameter, None)
+
+
+def _initialize(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        missing = [p for p in group["params"] if p.requires_grad and p.grad is None]
+        try:
+            for parameter in missing:
+                parameter.grad = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand_as(parameter)
+            init_group(optimizer, group)
+        finally:
+            for parameter in missing:
+                parameter.grad = None
+        if isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0 and group["dampening"] == 0:
+            _zero_momentum(optimizer, group)
+
+
+def _zero_momentum(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    """SGD starts with the first gradient as momentum; without dampening, a buffer of zeros gives the same."""
+    for parameter in group["params"]:
+        if parameter.requires_grad and optimizer.state.get(parameter, {}).get("momentum_buffer") is None:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

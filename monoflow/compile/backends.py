@@ -1,0 +1,59 @@
+"""The backends by name, and what "auto" means."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+from torch import fx
+
+from monoflow.compile.bindings import Bindings
+from monoflow.compile.program import Executable, compile_program
+from monoflow.compile.simplify import simplify
+from monoflow.errors import StepError
+
+Report = Callable[[str, int, int], None]
+"""Told how far a compilation is: (what, done, of how many)."""
+
+
+def _aten(graph: fx.Graph, report: Report) -> Executable:
+    return compile_program(simplify(graph), Bindings())
+
+
+def _inductor(graph: fx.Graph, report: Report) -> Executable:
+    from monoflow.compile.inductor import compile_inductor  # Inductor takes a second to import; aten never needs it
+
+    return compile_inductor(simplify(graph), report)
+
+
+BACKENDS: dict[str, Callable[[fx.Graph, Report], Executable]] = {"aten": _aten, "inductor": _inductor}
+
+
+def choose_backend(name: str) -> str:
+    """"auto" is "inductor" where a C++ compiler is found, else "aten". Raises StepError for an unknown name."""
+    if name == "auto":
+        return "inductor" if _cpp_compiler() else "aten"
+    if name not in BACKENDS:
+        raise StepError(f"unknown backend {name!r}: choose 'auto', {', '.join(map(repr, BACKENDS))}")
+    return name
+
+
+def _cpp_compiler() -> bool:
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+
+
+def compile_graph(graph: fx.Graph, backend: str, report: Report) -> Executable:
+    """Compiles a one-device graph. The graph itself is not changed."""
+    return BACKENDS[choose_backend(backend)](graph, report)
+
+
+def compile_guards(guards: fx.GraphModule | None) -> Executable | None:
+    """The guards as a program over those placeholders that they use; its outputs are bools."""
+    if guards is None:
+        return None
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(guards.graph, {}))
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)
+    return compile_program(graph, Bindings(), "guards")

@@ -1,0 +1,286 @@
+"""The tensors and numbers that a step reads and writes in the user's objects: modules and optimizers.
+
+`State.scan()` makes an `Inventory`: every parameter, buffer, optimizer state tensor and number, each with the *place* it
+lives in, and a fingerprint of everything else that decides what a step does (training flags, options, which parameters
+need gradients). `Inventory.unchanged()` is the cheap test, run before each call, that nothing was rebound since.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from monoflow._torch import has_lazy_parameters, hook_tables, module_tables
+from monoflow.errors import StepError
+
+Kind = Literal["parameter", "buffer", "optimizer"]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Place:
+    """Where a value lives: `container[key]`, or item `index` of the tuple or list found there."""
+
+    container: Any
+    key: Any
+    index: int | None = None
+
+    def read(self) -> Any:
+        value = self.container[self.key]
+        return value if self.index is None else value[self.index]
+
+    def write(self, value: Any) -> None:
+        if self.index is not None:
+            items = list(self.container[self.key])
+            items[self.index] = value
+            value = type(self.container[self.key])(items)
+        self.container[self.key] = value
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class TensorEntry:
+    """One tensor of the state, under every place that holds it (tied weights have several)."""
+
+    name: str
+    kind: Kind
+    tensor: torch.Tensor
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class NumberEntry:
+    """One number of an optimizer: a group option (lr, betas[0], ...) or a count in its per-parameter state."""
+
+    name: str
+    place: Place
+    kind: type[int] | type[float]
+
+    def fits(self) -> bool:
+        """True when the number now in its place can still be passed as this kind (an int does for a float)."""
+        value = self.place.read()
+        return isinstance(value, int) and not isinstance(value, bool) if self.kind is int else _is_number(value)
+
+    def read(self) -> int | float:
+        return self.kind(self.place.read())
+
+
+class _Watch:
+    """Container entries whose identity must not change between calls."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Any, Any]] = []
+        self.values: list[Any] = []
+        self.sized: list[Any] = []
+        self.sizes: list[int] = []
+
+    def entry(self, container: Any, key: Any) -> None:
+        self.pairs.append((container, key))
+        self.values.append(container[key])
+
+    def size(self, container: Any) -> None:
+        self.sized.append(container)
+        self.sizes.append(len(container))
+
+    def unchanged(self) -> bool:
+        try:
+            return all(map(operator.is_, [c[k] for c, k in self.pairs], self.values)) and list(map(len, self.sized)) == self.sizes
+        except (KeyError, IndexError):
+            return False
+
+
+@dataclass(slots=True, eq=False)
+class Inventory:
+    """What `State.scan` found. `key` is hashable; two inventories with equal keys can share a graph."""
+
+    tensors: list[TensorEntry]
+    numbers: list[NumberEntry]
+    key: Hashable
+    watch: _Watch
+    live: list[torch.Tensor] = field(default_factory=list)
+    flags: list[tuple[bool, torch.dtype, torch.device]] = field(default_factory=list)
+
+    def unchanged(self) -> bool:
+        """True when every object of the state is the one that was scanned, with the same flags and dtype."""
+        return (
+            self.watch.unchanged()
+            and [(t.requires_grad, t.dtype, t.device) for t in self.live] == self.flags
+            and all(number.fits() for number in self.numbers)
+        )
+
+
+class State:
+    """The modules and optimizers given to `mf.graph`, named `model`, `model1`, `optimizer`, `optimizer1`, ... in order."""
+
+    def __init__(self, objects: Iterable[nn.Module | Optimizer], names: Iterable[str] | None = None) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        given = list(objects)
+        labels = list(names) if names is not None else [""] * len(given)
+        for value, label in zip(given, labels, strict=True):
+            table, default = self._table(value)
+            table[label or f"{default}{len(table) or ''}"] = value
+
+    def _table(self, value: object) -> tuple[dict[str, Any], str]:
+        if isinstance(value, nn.Module):
+            return self.modules, "model"
+        if isinstance(value, torch.optim.LBFGS):
+            raise StepError(
+                "torch.optim.LBFGS calls the step's closure as often as its line search asks: no static graph exists. "
+                "Use it in plain PyTorch, or another optimizer here."
+            )
+        if isinstance(value, torch.optim.SparseAdam):
+            raise StepError("torch.optim.SparseAdam needs sparse gradients, which a graph does not have. Use Adam, and Embedding(sparse=False).")
+        if isinstance(value, Optimizer):
+            return self.optimizers, "optimizer"
+        raise StepError(
+            f"mf.graph takes modules and optimizers, got {type(value).__name__}. Write @mf.graph(model, optimizer); "
+            "tensors are passed to the step as arguments."
+        )
+
+    def module_paths(self) -> dict[int, str]:
+        """id(module) -> qualified name. The first module's own children have bare names, as in its state_dict."""
+        paths: dict[int, str] = {}
+        for position, (root, module) in enumerate(self.modules.items()):
+            prefix = "" if position == 0 else root
+            for name, child in module.named_modules():
+                paths.setdefault(id(child), ".".join(part for part in (prefix, name) if part))
+        return paths
+
+    def scan(self) -> Inventory:
+        """Lists every tensor and number of the state. Cost: linear in modules and parameters (no tensor is read)."""
+        builder = _Builder()
+        for position, (root, module) in enumerate(self.modules.items()):
+            if has_lazy_parameters(module):
+                raise StepError(f"{root} has lazy parameters without a shape. Run one batch through it in plain PyTorch first.")
+            builder.module(module, "" if position == 0 else root)
+        for root, optimizer in self.optimizers.items():
+            builder.optimizer(optimizer, root)
+        return builder.inventory()
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.watch = _Watch()
+        self.found: dict[int, tuple[str, Kind, torch.Tensor, list[Place]]] = {}
+        self.numbers: list[NumberEntry] = []
+        self.key: list[Hashable] = []
+        self.seen_modules: set[int] = set()
+
+    def inventory(self) -> Inventory:
+        tensors = [TensorEntry(name, kind, tensor, tuple(places)) for name, kind, tensor, places in self.found.values()]
+        signature = tuple((e.name, e.kind, _tensor_key(e.tensor)) for e in tensors)
+        live = [e.tensor for e in tensors if e.kind != "optimizer"]
+        return Inventory(
+            tensors,
+            self.numbers,
+            (tuple(self.key), signature),
+            self.watch,
+            live,
+            [(t.requires_grad, t.dtype, t.device) for t in live],
+        )
+
+    def tensor(self, name: str, kind: Kind, tensor: torch.Tensor, place: Place) -> None:
+        self.watch.entry(place.container, place.key)
+        _, _, _, places = self.found.setdefault(id(tensor), (name, kind, tensor, []))
+        places.append(place)
+
+    def module(self, root: nn.Module, prefix: str) -> None:
+        for name, module in root.named_modules(prefix=prefix):
+            if id(module) in self.seen_modules:
+                continue
+            self.seen_modules.add(id(module))
+            self.options(module, name)
+            parameters, buffers, children = module_tables(module)
+            for table in (parameters, buffers, children, *hook_tables(module)):
+                self.watch.size(table)
+            for child in children:
+                self.watch.entry(children, child)
+            for kind, table in (("parameter", parameters), ("buffer", buffers)):
+                for leaf, tensor in table.items():
+                    path = f"{name}.{leaf}" if name else leaf
+                    if isinstance(tensor, torch.Tensor):
+                        self.tensor(path, kind, tensor, Place(table, leaf))  # type: ignore[arg-type]
+                    else:
+                        self.watch.entry(table, leaf)
+                        self.key.append((path, repr(tensor)))
+
+    def options(self, module: nn.Module, name: str) -> None:
+        """Plain attributes (training, dropout.p, eps, ...) are baked into the graph, hence part of its key."""
+        attributes = module.__dict__
+        self.watch.size(attributes)
+        for attribute, value in attributes.items():
+            if isinstance(value, bool | int | float | str):
+                self.watch.entry(attributes, attribute)
+                self.key.append((name, attribute, value))
+
+    def optimizer(self, optimizer: Optimizer, root: str) -> None:
+        self.key.append((root, type(optimizer).__qualname__))
+        self.watch.entry(optimizer.__dict__, "state")
+        self.watch.entry(optimizer.__dict__, "param_groups")
+        self.watch.size(optimizer.param_groups)
+        self.watch.size(optimizer.state)
+        for position, group in enumerate(optimizer.param_groups):
+            self.group(optimizer, group, f"{root}.{position}")
+
+    def group(self, optimizer: Optimizer, group: dict[str, Any], root: str) -> None:
+        self.watch.size(group)
+        self.watch.entry(group, "params")
+        self.watch.size(group["params"])
+        for option, value in group.items():
+            if option != "params":
+                self.value(f"{root}.{option}", group, option, value)
+        for index, parameter in enumerate(group["params"]):
+            self.watch.entry(group["params"], index)
+            if id(parameter) not in self.found:
+                self.tensor(f"{root}.params.{index}", "parameter", parameter, Place(group["params"], index))
+            self.key.append((root, self.found[id(parameter)][0]))
+            state = optimizer.state.get(parameter)
+            if state:
+                self.watch.entry(optimizer.state, parameter)
+                self.watch.size(state)
+                for entry, value in state.items():
+                    self.value(f"{root}.{self.found[id(parameter)][0]}.{entry}", state, entry, value)
+
+    def value(self, name: str, container: Any, key: Any, value: Any) -> None:
+        """A group option or an entry of per-parameter state: a tensor, a number, a list of them, or an option."""
+        if isinstance(value, torch.Tensor):
+            self.tensor(name, "optimizer", value, Place(container, key))
+        elif _is_number(value):
+            self.number(name, Place(container, key), value)
+        elif isinstance(value, tuple) and any(map(_is_number, value)):
+            for index, item in enumerate(value):
+                if _is_number(item):
+                    self.number(f"{name}.{index}", Place(container, key, index), item)
+                else:
+                    self.key.append((name, index, repr(item)))
+        elif isinstance(value, list | dict):
+            self.watch.entry(container, key)
+            self.watch.size(value)
+            for item in range(len(value)) if isinstance(value, list) else list(value):
+                self.value(f"{name}.{item}", value, item, value[item])
+        else:
+            self.watch.entry(container, key)
+            self.key.append((name, repr(value)))
+
+    def number(self, name: str, place: Place, value: int | float) -> None:
+        kind = int if isinstance(value, int) else float
+        self.numbers.append(NumberEntry(name, place, kind))
+        self.key.append((name, kind))
+
+
+def _tensor_key(tensor: torch.Tensor) -> Hashable:
+    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def named_parameters(inventory: Inventory) -> Iterator[TensorEntry]:
+    """The parameters of the inventory, tied ones once."""
+    return (entry for entry in inventory.tensors if entry.kind == "parameter")

@@ -1,0 +1,245 @@
+"""`mf.graph`: owns a step's state and calls the rooms in order: capture, passes, compile, run."""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from monoflow.capture import StepGraph, capture, outer_variables
+from monoflow.compile import choose_backend, compile_graph, compile_guards
+from monoflow.errors import RecompileWarning, StepError
+from monoflow.progress import Progress
+from monoflow.rewrite import Pass, apply_passes
+from monoflow.run import Executor
+from monoflow.state import Inventory, State
+from monoflow.tree import Rebuild, flatten, leaf_key
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CACHE_SIZE = 16
+"""Graphs kept per step; beyond that the least recently used one is dropped."""
+
+WARN_FROM_GRAPH = 4
+"""A step that needs its fourth graph or more says what changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What decides which graph a call needs, by part, so that a change can be named."""
+
+    arguments: Hashable
+    state: Hashable
+    surroundings: Hashable
+    variables: Hashable
+
+
+class Step(Generic[P, R]):
+    """A training or evaluation step that runs as a static graph. Made by `mf.graph`; called like the function it wraps.
+
+    The first call with a new signature captures and compiles, later ones run. The signature: structure, shapes, dtypes, strides and devices
+    of the arguments; train/eval modes and plain attributes of the modules; which parameters need gradients; optimizer options that are not
+    numbers; outer variables that are plain values; grad mode and autocast. Floats among the arguments are inputs of the graph, other values
+    that are not tensors are part of the signature.
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        state: State,
+        *,
+        backend: str = "auto",
+        passes: Iterable[Pass] = (),
+        progress: bool = True,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.backend = choose_backend(backend)
+        self.passes = tuple(passes)
+        self.progress = progress
+        self.graphs_made = 0
+        self._state = state
+        self._inventory: Inventory | None = None
+        self._variables = outer_variables(function)
+        self._cache: OrderedDict[_Signature, list[Executor]] = OrderedDict()
+        self._last: tuple[Inventory, _Signature, Executor] | None = None
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        leaves, structure, rebuild = flatten((args, kwargs))
+        executor = self._find(leaves, structure, rebuild)
+        if executor.executable is None:
+            self._compile(executor)
+        result: R = executor.run(leaves)
+        return result
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """A step defined as a method binds like a function."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def graph_for(self, *args: P.args, **kwargs: P.kwargs) -> StepGraph:
+        """The graph that a call with these arguments runs, after the user's passes. Compiles and runs nothing.
+
+        `print_readable()` of it shows the user's line over each op. Raises: CaptureError.
+        """
+        return self._find(*flatten((args, kwargs))).captured.graph
+
+    @property
+    def is_compiled(self) -> bool:
+        """True once a graph has been compiled."""
+        return any(e.executable is not None for executors in self._cache.values() for e in executors)
+
+    # Finding the graph of a call
+
+    def _find(self, leaves: list[Any], structure: Hashable, rebuild: Rebuild) -> Executor:
+        inventory = self._scan()
+        arguments = (structure, tuple(map(leaf_key, leaves)))
+        surroundings = _surroundings()
+        variables = tuple([read() for _, read in self._variables])
+        if self._last is not None:
+            known, signature, executor = self._last
+            same = known is inventory and signature.arguments == arguments and signature.surroundings == surroundings
+            if same and signature.variables == variables and executor.accepts(leaves):
+                return executor
+        signature = _Signature(arguments, inventory.key, surroundings, variables)
+        executors = self._cache.setdefault(signature, [])
+        self._cache.move_to_end(signature)
+        for executor in executors:
+            executor.bind(inventory)
+            if executor.accepts(leaves):
+                break
+        else:
+            executor = self._capture(signature, leaves, rebuild)
+            inventory = self._scan()
+            signature = _Signature(arguments, inventory.key, surroundings, variables)
+            executor.bind(inventory)
+            self._cache.setdefault(signature, []).append(executor)
+            self._trim()
+        self._last = (inventory, signature, executor)
+        return executor
+
+    def _scan(self) -> Inventory:
+        if self._inventory is None or not self._inventory.unchanged():
+            self._inventory = self._state.scan()
+        return self._inventory
+
+    def _trim(self) -> None:
+        for signature in [s for s, executors in self._cache.items() if not executors]:
+            del self._cache[signature]
+        while sum(map(len, self._cache.values())) > CACHE_SIZE:
+            self._cache.popitem(last=False)
+
+    # Making one
+
+    def _capture(self, signature: _Signature, leaves: list[Any], rebuild: Rebuild) -> Executor:
+        self.graphs_made += 1
+        if self.graphs_made >= WARN_FROM_GRAPH:
+            self._warn(signature)
+        with Progress(self.__name__, self.progress) as progress:
+            progress.room("capture")
+            captured = capture(self.function, self._state, leaves, rebuild, progress.count)
+            if self.passes:
+                progress.room("passes")
+                captured = apply_passes(captured, self.passes)
+        return Executor(captured, compile_guards(captured.guards))
+
+    def _compile(self, executor: Executor) -> None:
+        with Progress(self.__name__, self.progress) as progress:
+            progress.room(f"compile ({self.backend})")
+            executor.executable = compile_graph(executor.captured.graph.graph, self.backend, progress.count)
+
+    def _warn(self, signature: _Signature) -> None:
+        known = [s for s, executors in self._cache.items() if executors]
+        nearest = max(known, key=lambda s: sum(_equal_parts(s, signature)), default=None)
+        changed = "a gradient or a number it branches on" if nearest is None else _difference(nearest, signature, self._variables)
+        warnings.warn(
+            f"step {self.__name__} is captured and compiled for the {self.graphs_made}th time; since the nearest earlier call this changed: {changed}. "
+            "Keep it fixed, or pass it as a tensor or float argument; pad batches to a few sizes.",
+            RecompileWarning,
+            stacklevel=5,
+        )
+
+
+def _surroundings() -> Hashable:
+    """PyTorch's own settings that change what a step computes."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+    )
+
+
+def _equal_parts(left: _Signature, right: _Signature) -> list[bool]:
+    return [getattr(left, f.name) == getattr(right, f.name) for f in fields(_Signature)]
+
+
+def _difference(before: _Signature, now: _Signature, variables: list[tuple[str, Callable[[], Any]]]) -> str:
+    for (name, _), old, new in zip(variables, before.variables, now.variables, strict=True):  # type: ignore[call-overload]
+        if old != new:
+            return f"outer variable `{name}`: {old!r} -> {new!r}"
+    for field in fields(_Signature):
+        old, new = getattr(before, field.name), getattr(now, field.name)
+        if old != new:
+            return f"{field.name}: {_first_difference(old, new)}"
+    return "which gradients are set on entry, or a number the step branches on"
+
+
+def _first_difference(old: Any, new: Any) -> str:
+    """The smallest differing parts of two nested tuples."""
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        for left, right in zip(old, new, strict=True):
+            if left != right:
+                inner = _first_difference(left, right)
+                label = next((v for v in old if isinstance(v, str)), "")
+                return f"{label} {inner}" if label and left is not label and label not in inner else inner
+    return f"{old!r} -> {new!r}"
+
+
+@overload
+def graph(function: Callable[P, R], /) -> Step[P, R]: ...
+
+
+@overload
+def graph(
+    *state: nn.Module | Optimizer,
+    backend: str = "auto",
+    passes: Iterable[Pass] = (),
+    progress: bool = True,
+) -> Callable[[Callable[P, R]], Step[P, R]]: ...
+
+
+def graph(*state: Any, backend: str = "auto", passes: Iterable[Pass] = (), progress: bool = True) -> Any:
+    """Decorates a function so that all of it (forward, loss, backward, clipping, optimizer) runs as one static graph.
+
+    Args:
+        state: the modules and optimizers that the function uses. Their parameters, buffers and optimizer state are updated in place.
+        backend: "aten" (starts in seconds, equal to eager PyTorch to the bit), "inductor" (generated C++, fastest), or "auto": "inductor" where
+            a C++ compiler is found, else "aten".
+        passes: functions from the captured graph to the same graph, applied in order (see docs/passes.md).
+        progress: a line on the terminal while a graph is made; never in logs.
+
+    Raises: StepError for objects that are neither modules nor optimizers, for LBFGS and SparseAdam, and for unknown backends;
+        on the first call CaptureError for what cannot be part of a static graph (nothing has been changed then).
+
+    The idea of a whole training job as one static graph is OneFlow's (nn.Graph).
+    """
+    if len(state) == 1 and isinstance(state[0], types.FunctionType):
+        return Step(state[0], State([]))
+    owned = State(state)
+
+    def decorate(function: Callable[P, R]) -> Step[P, R]:
+        if not callable(function):
+            raise StepError(f"mf.graph decorates a function, got {type(function).__name__}")
+        return Step(function, owned, backend=backend, passes=passes, progress=progress)
+
+    return decorate
