@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import fx
 
 # C++ guard that dispatches below autograd: the executed graph is a finished program, so no op of it may pay for or
 # record autograd. Public torch.no_grad still walks the autograd keys of every op.
@@ -30,7 +31,13 @@ from torch._C import _VariableFunctions as variable_functions
 from torch._ops import OpOverload
 
 # Tensors with metadata and no storage: what a step is traced on. torch.export uses them; there is no public name.
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    in_kernel_invocation_manager,
+)
 
 # Autograd's counter of created nodes: the number that a forward op leaves behind for its gradient to be found by.
 from torch.autograd import _get_sequence_nr as next_sequence_number
@@ -98,6 +105,13 @@ def bare_mode(mode: TorchDispatchMode) -> Iterator[None]:
         yield
 
 
+def fake_alias(mode: FakeTensorMode, fake: torch.Tensor) -> torch.Tensor:
+    """A fake tensor with the metadata and the storage of another, outside autograd: `fake.detach()` in a third of the time."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), in_kernel_invocation_manager(mode):
+        elem = torch.ops.aten.alias.default(fake)
+    return FakeTensor(mode, elem, fake.fake_device)  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
     """Ops run for real, outside every mode and outside autograd."""
@@ -108,3 +122,28 @@ def real_tensors() -> Iterator[None]:
 def fake_mode_of(values: list[Any]) -> FakeTensorMode | None:
     """The mode of the first fake tensor among the values."""
     return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
+
+
+def inductor_compile(module: fx.GraphModule, examples: list[Any]) -> Callable[[list[Any]], Any]:
+    """Compiles a graph of ATen ops with Inductor. The callable takes a list of inputs, which it empties, and returns a tuple.
+
+    torch._inductor.standalone_compile, which is public, goes through AOTAutograd: a second of tracing and microseconds of wrapper per call for every region,
+    to find out what is known here (no autograd, outputs fixed). So its parts are used: functionalization, decompositions, code generation.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = fake_mode_of(examples) or FakeTensorMode()
+    options = {"fallback_random": True, "emulate_precision_casts": False}
+    with config.patch(options), torch.no_grad(), V.set_fake_mode(mode), tracing(TracingContext(mode)):
+        with mode:
+            functional = torch.func.functionalize(module, remove="mutations")
+            decomposed = make_fx(functional, decomposition_table=select_decomp_table())(*examples)
+        (output,) = decomposed.graph.find_nodes(op="output")
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+        output.meta["original_output_strides"] = [n.meta["val"].stride() if isinstance(n, fx.Node) else None for n in output.args[0]]
+        return compile_fx_inner(decomposed, examples, is_inference=True)  # type: ignore[return-value]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torch import fx
 
 from monoflow.compile.bindings import Bindings
+from monoflow.compile.cluster import cluster
 from monoflow.compile.program import Executable, compile_program
 from monoflow.compile.simplify import simplify
 from monoflow.errors import StepError
@@ -17,13 +18,17 @@ Report = Callable[[str, int, int], None]
 
 
 def _aten(graph: fx.Graph, report: Report) -> Executable:
-    return compile_program(simplify(graph), Bindings())
+    graph = simplify(graph)
+    cluster(graph)
+    return compile_program(graph, Bindings())
 
 
 def _inductor(graph: fx.Graph, report: Report) -> Executable:
     from monoflow.compile.inductor import compile_inductor  # Inductor takes a second to import; aten never needs it
 
-    return compile_inductor(simplify(graph), report)
+    graph = simplify(graph)
+    cluster(graph)
+    return compile_inductor(graph, report)
 
 
 BACKENDS: dict[str, Callable[[fx.Graph, Report], Executable]] = {"aten": _aten, "inductor": _inductor}

@@ -1,0 +1,195 @@
+"""Cuts a graph into regions for a compiler, so that repeated blocks of a model become equal regions, compiled once.
+
+A *region* is a stretch of ops without effects. Blocks are found by module path: `h.3.attn.qkv` belongs to block `h.3`. A block is a region of its own
+only if another block has the same ops; everything else between is joined to the longest regions possible.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from monoflow._torch import OpOverload, storage_id
+from monoflow.capture.graph import written_nodes
+from monoflow.source import OpInfo
+
+MIN_BLOCK = 8
+"""Ops below which a repeated block is not worth a call of its own: a compiled region costs some ten microseconds to call."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """Ops that are compiled together, the values they take from outside, and those that are used outside."""
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """The graph in a new order: regions, and single ops that run as they are."""
+
+    parts: tuple[Region | fx.Node, ...]
+
+
+def plan_regions(graph: fx.Graph) -> Plan:
+    """Orders and groups all call nodes. Ops with effects keep their order among each other."""
+    runs = _Runs()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            runs.add(node)
+    runs.close()
+    stretches = [part if isinstance(part, fx.Node) else _by_block(part) for part in runs.parts]
+    blocks = [block for part in stretches if isinstance(part, list) for block in part]
+    repeated = Counter(_shape_of(block) for _, block in blocks)
+    parts: list[list[fx.Node] | fx.Node] = []
+    for part in stretches:
+        if isinstance(part, fx.Node):
+            parts.append(part)
+        else:
+            parts.extend(_joined(part, repeated))
+    return Plan(tuple(part if isinstance(part, fx.Node) else make_region(part) for part in parts))
+
+
+def make_region(nodes: list[fx.Node]) -> Region:
+    inside = set(nodes)
+    inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
+    outputs = [node for node in nodes if any(user not in inside for user in node.users) and not isinstance(node.meta["val"], list | tuple)]
+    return Region(tuple(nodes), tuple(inputs), tuple(outputs))
+
+
+def region_key(region: Region) -> Hashable:
+    """Equal for regions that compute the same function of inputs with the same metadata."""
+    numbers = {node: i for i, node in enumerate([*region.inputs, *region.nodes])}
+
+    def local(value: Any) -> Hashable:
+        if isinstance(value, fx.Node):
+            return ("%", numbers[value])
+        if isinstance(value, list | tuple):
+            return tuple(map(local, value))
+        return (type(value), str(value))
+
+    ops = tuple(
+        (str(n.target), local(n.args), tuple((k, local(v)) for k, v in n.kwargs.items())) for n in region.nodes
+    )
+    return (
+        tuple(_tensor_key(n.meta["val"]) for n in region.inputs),
+        ops,
+        tuple(numbers[n] for n in region.outputs),
+        tuple(_tensor_key(n.meta["val"]) for n in region.outputs),
+    )
+
+
+def _tensor_key(value: torch.Tensor) -> Hashable:
+    return (tuple(value.shape), value.stride(), value.dtype, value.device)
+
+
+def compilable(node: fx.Node) -> bool:
+    """True for ops that may be part of a region: ATen ops on tensors, without randomness, outside the update."""
+    info = node.meta.get("op")
+    if isinstance(info, OpInfo) and info.phase == "update":
+        return False
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten" or _draws(node):
+        return False
+    if any(isinstance(n.meta.get("val"), int | float) for n in node.all_input_nodes):
+        return False
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(v, torch.Tensor) for v in values) and bool(values)
+
+
+def _draws(node: fx.Node) -> bool:
+    """True if the op draws random numbers. Attention kernels do only with dropout."""
+    target: Any = node.target
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    position = next((i for i, a in enumerate(target._schema.arguments) if a.name == "dropout_p"), None)
+    if position is None:
+        return True
+    argument = target._schema.arguments[position]
+    return bool((node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)) != 0)
+
+
+class _Runs:
+    """Collects compilable ops into long runs; other ops move before the open run where they do not depend on it."""
+
+    def __init__(self) -> None:
+        self.parts: list[list[fx.Node] | fx.Node] = []
+        self._run: list[fx.Node] = []
+        self._inside: set[fx.Node] = set()
+        self._storages: set[int] = set()
+
+    def add(self, node: fx.Node) -> None:
+        if compilable(node) and not (node.target is operator.getitem and node.args[0] not in self._inside):
+            self._run.append(node)
+            self._inside.add(node)
+            self._storages |= set(_storages([node, *node.all_input_nodes]))
+            return
+        if self._depends(node):
+            self.close()
+        self.parts.append(node)
+
+    def _depends(self, node: fx.Node) -> bool:
+        if not self._inside.isdisjoint(node.all_input_nodes):
+            return True
+        return not self._storages.isdisjoint(_storages(written_nodes(node)))
+
+    def close(self) -> None:
+        if self._run:
+            self.parts.append(self._run)
+            self._run, self._inside, self._storages = [], set(), set()
+
+
+def _storages(nodes: list[fx.Node]) -> Iterator[int]:
+    for node in nodes:
+        value = node.meta.get("val")
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, torch.Tensor):
+                yield storage_id(item)
+
+
+def _block(node: fx.Node) -> str | None:
+    """(phase and) the module path up to its first number: the element of a ModuleList or Sequential."""
+    info = node.meta.get("op")
+    if not isinstance(info, OpInfo):
+        return None
+    names = info.module.split(".")
+    for count, name in enumerate(names, 1):
+        if name.isdigit():
+            return f"{info.phase} {'.'.join(names[:count])}"
+    return None
+
+
+def _by_block(run: list[fx.Node]) -> list[tuple[str | None, list[fx.Node]]]:
+    """The run in stretches of one block each. Ops of no block stay with the stretch before them if they use only its values."""
+    grouped = itertools.groupby(run, _block)
+    return [(block, list(nodes)) for block, nodes in grouped]
+
+
+def _shape_of(block: list[fx.Node]) -> Hashable:
+    return region_key(make_region(block))
+
+
+def _joined(blocks: list[tuple[str | None, list[fx.Node]]], repeated: Counter[Hashable]) -> Iterator[list[fx.Node]]:
+    """Repeated blocks of some size alone, all others joined."""
+    rest: list[fx.Node] = []
+    for name, nodes in blocks:
+        if name is not None and len(nodes) >= MIN_BLOCK and repeated[_shape_of(nodes)] > 1:
+            if rest:
+                yield rest
+                rest = []
+            yield nodes
+        else:
+            rest.extend(nodes)
+    if rest:
+        yield rest
