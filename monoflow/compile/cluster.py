@@ -81,7 +81,7 @@ def _lockstep(graph: fx.Graph) -> None:
     for node in [*graph.nodes]:
         if _is_update(node) and _is_small(node):
             stretch.append(node)
-        elif not _is_update(node) or not _independent(node, stretch):
+        elif not _is_update(node) or not _independent(node, stretch):  # a large update op stays where it is, small ones pass it
             _reorder(graph, stretch)
             stretch = []
     _reorder(graph, stretch)
@@ -91,10 +91,16 @@ def _is_small(node: fx.Node) -> bool:
     return all(v.numel() <= SMALL for n in [node, *node.all_input_nodes] for v in _tensors(n))
 
 
-def _independent(node: fx.Node, stretch: list[fx.Node]) -> bool:
-    """A large update op stays in place while the small ones after it may still join those before it."""
+def _independent(node: fx.Node, others: list[fx.Node]) -> bool:
+    """True when `node` and each of `others` may run in either order."""
+    inputs, written = set(node.all_input_nodes), set(_memory(written_nodes(node)))
     touched = set(_memory([node, *node.all_input_nodes]))
-    return all(touched.isdisjoint(_memory([n, *n.all_input_nodes])) for n in stretch) and not set(stretch) & set(node.all_input_nodes)
+    for other in others:
+        if other in inputs or not written.isdisjoint(_memory([other, *other.all_input_nodes])):
+            return False
+        if not touched.isdisjoint(_memory(written_nodes(other))):
+            return False
+    return True
 
 
 def _reorder(graph: fx.Graph, stretch: list[fx.Node]) -> None:
