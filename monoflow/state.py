@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from monoflow._torch import has_lazy_parameters, hook_tables, module_tables
 from monoflow.errors import StepError
+from monoflow.tree import tensor_key
 
 Kind = Literal["parameter", "buffer", "optimizer"]
 
@@ -105,16 +106,24 @@ class Inventory:
     numbers: list[NumberEntry]
     key: Hashable
     watch: _Watch
-    live: list[torch.Tensor] = field(default_factory=list)
-    flags: list[tuple[bool, torch.dtype, torch.device]] = field(default_factory=list)
+    names: dict[int, str] = field(init=False)
+    _by_name: dict[tuple[Kind, str], TensorEntry] = field(init=False)
+    _live: list[torch.Tensor] = field(init=False)
+    _flags: list[Hashable] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = {id(entry.tensor): entry.name for entry in self.tensors}
+        self._by_name = {(entry.kind, entry.name): entry for entry in self.tensors}
+        self._live = [entry.tensor for entry in self.tensors if entry.kind != "optimizer"]
+        self._flags = _flags(self._live)
+
+    def entry(self, kind: Kind, name: str) -> TensorEntry:
+        """The tensor of that name; an inventory with an equal key has it too."""
+        return self._by_name[(kind, name)]
 
     def unchanged(self) -> bool:
-        """True when every object of the state is the one that was scanned, with the same flags and dtype."""
-        return (
-            self.watch.unchanged()
-            and [(t.requires_grad, t.dtype, t.device) for t in self.live] == self.flags
-            and all(number.fits() for number in self.numbers)
-        )
+        """True when every object of the state is the one that was scanned, with the same flags, dtype and memory."""
+        return self.watch.unchanged() and _flags(self._live) == self._flags and all(number.fits() for number in self.numbers)
 
 
 class State:
@@ -138,7 +147,9 @@ class State:
                 "Use it in plain PyTorch, or another optimizer here."
             )
         if isinstance(value, torch.optim.SparseAdam):
-            raise StepError("torch.optim.SparseAdam needs sparse gradients, which a graph does not have. Use Adam, and Embedding(sparse=False).")
+            raise StepError(
+                "torch.optim.SparseAdam needs sparse gradients, which a graph does not have. Use Adam, and Embedding(sparse=False)."
+            )
         if isinstance(value, Optimizer):
             return self.optimizers, "optimizer"
         raise StepError(
@@ -177,16 +188,8 @@ class _Builder:
 
     def inventory(self) -> Inventory:
         tensors = [TensorEntry(name, kind, tensor, tuple(places)) for name, kind, tensor, places in self.found.values()]
-        signature = tuple((e.name, e.kind, _tensor_key(e.tensor)) for e in tensors)
-        live = [e.tensor for e in tensors if e.kind != "optimizer"]
-        return Inventory(
-            tensors,
-            self.numbers,
-            (tuple(self.key), signature),
-            self.watch,
-            live,
-            [(t.requires_grad, t.dtype, t.device) for t in live],
-        )
+        signature = tuple((e.name, e.kind, tensor_key(e.tensor)) for e in tensors)
+        return Inventory(tensors, self.numbers, (tuple(self.key), signature), self.watch)
 
     def tensor(self, name: str, kind: Kind, tensor: torch.Tensor, place: Place) -> None:
         self.watch.entry(place.container, place.key)
@@ -277,8 +280,9 @@ class _Builder:
         self.key.append((name, kind))
 
 
-def _tensor_key(tensor: torch.Tensor) -> Hashable:
-    return (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+def _flags(tensors: list[torch.Tensor]) -> list[Hashable]:
+    """What changes when `tensor.data` is replaced (`model.double()`) or `requires_grad_` is called."""
+    return [(t.requires_grad, t.dtype, t.data_ptr()) for t in tensors]
 
 
 def named_parameters(inventory: Inventory) -> Iterator[TensorEntry]:

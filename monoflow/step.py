@@ -21,7 +21,7 @@ from monoflow.progress import Progress
 from monoflow.rewrite import Pass, apply_passes
 from monoflow.run import Executor
 from monoflow.state import Inventory, State
-from monoflow.tree import Rebuild, flatten, leaf_key
+from monoflow.tree import Rebuild, arguments_key, flatten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -101,7 +101,7 @@ class Step(Generic[P, R]):
 
     def _find(self, leaves: list[Any], structure: Hashable, rebuild: Rebuild) -> Executor:
         inventory = self._scan()
-        arguments = (structure, tuple(map(leaf_key, leaves)))
+        arguments = (structure, arguments_key(leaves, inventory.names))
         surroundings = _surroundings()
         variables = tuple([read() for _, read in self._variables])
         if self._last is not None:

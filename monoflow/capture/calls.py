@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from monoflow._torch import FakeTensor, bare_mode, pytree, value_comparing_optimizers
-from monoflow.capture.graph import Input
+from monoflow._torch import FakeTensor, bare_mode, value_comparing_optimizers
+from monoflow.capture.gradients import Gradients
 from monoflow.capture.numbers import GraphFloat, GraphInt, symbolic_max, symbolic_min
 from monoflow.capture.recorder import Recorder, node_of
 from monoflow.rng import get_rng_state, set_rng_state
-from monoflow.state import TensorEntry
 
 _aten = torch.ops.aten
 
@@ -32,7 +30,9 @@ _FUSED = {
 }
 """Python bindings that would turn a number of the graph into a constant, and the ops to record in their place."""
 
-_BRANCH_FIX = "for a choice by value use torch.where, torch.clamp, or torch.cond outside the step; or return the tensor and branch after the call"
+_BRANCH_FIX = (
+    "for a choice by value use torch.where, torch.clamp, or torch.cond outside the step; or return the tensor and branch after the call"
+)
 _VALUE_FIX = "return the tensor from the step and read it there"
 
 _VALUE_READERS: dict[str, tuple[str, str]] = {
@@ -48,7 +48,10 @@ _VALUE_READERS: dict[str, tuple[str, str]] = {
     "__dlpack__": ("another library asks for the memory of a tensor", "stay in PyTorch inside the step"),
     "data_ptr": ("the address of a tensor is asked for", "stay in PyTorch inside the step"),
     "__repr__": ("a tensor is printed, but has no value while the graph is captured", "return the tensor from the step and print it there"),
-    "__format__": ("a tensor is printed, but has no value while the graph is captured", "return the tensor from the step and print it there"),
+    "__format__": (
+        "a tensor is printed, but has no value while the graph is captured",
+        "return the tensor from the step and print it there",
+    ),
     "equal": ("torch.equal asks for the values of two tensors", "use (a == b).all() and torch.where"),
     "allclose": ("torch.allclose asks for the values of two tensors", "use torch.isclose(a, b).all() and torch.where"),
     "is_nonzero": ("Python branches on the value of a tensor", _BRANCH_FIX),
@@ -57,58 +60,6 @@ _VALUE_READERS: dict[str, tuple[str, str]] = {
 
 _GET_GRAD = torch.Tensor.grad.__get__
 _SET_GRAD = torch.Tensor.grad.__set__
-
-
-class Gradients:
-    """`.grad` of the parameters while a step is captured.
-
-    A parameter whose `.grad` is None on entry but is looked at before any backward pass (`zero_grad()` first) is given a
-    *supposed* gradient, so that one graph serves both entries; if the step turns out to use it, the capture is repeated without
-    supposing anything.
-    """
-
-    def __init__(self, recorder: Recorder, suppose: bool) -> None:
-        self.recorder = recorder
-        self.suppose = suppose
-        self.entries: dict[int, tuple[TensorEntry, int]] = {}
-        self.on_entry: dict[int, torch.Tensor] = {}
-        self.placeholders: dict[int, fx.Node] = {}
-        self.supposed: set[int] = set()
-        self.untouched: set[int] = set()
-
-    def add(self, fake: torch.Tensor, entry: TensorEntry, argument: int) -> None:
-        real = entry.tensor.grad
-        self.entries[id(fake)] = (entry, argument)
-        if real is not None:
-            self._enter(fake, real)
-        elif fake.requires_grad:
-            self.untouched.add(id(fake))
-
-    def _enter(self, fake: torch.Tensor, like: torch.Tensor) -> None:
-        entry, argument = self.entries[id(fake)]
-        source = Input(f"grad_{entry.name}", "gradient", index=argument, entry=entry)
-        gradient = self.recorder.tensor_input(source, like)
-        self.on_entry[id(fake)] = gradient
-        placeholder = node_of(gradient)
-        assert placeholder is not None
-        self.placeholders[id(fake)] = placeholder
-        fake.grad = gradient
-
-    def read(self, fake: torch.Tensor) -> torch.Tensor | None:
-        gradient = fake.grad
-        if id(fake) in self.untouched:
-            self.untouched.discard(id(fake))
-            if gradient is None and self.suppose:
-                self.supposed.add(id(fake))
-                self._enter(fake, self._like(fake))
-                gradient = fake.grad
-        if gradient is not None:
-            self.recorder.mark_gradient(gradient)
-        return gradient
-
-    def _like(self, fake: torch.Tensor) -> torch.Tensor:
-        with bare_mode(self.recorder.fake_mode), torch.no_grad():
-            return torch.ops.aten.empty_like.default(fake.detach())
 
 
 class PythonCalls(TorchFunctionMode):
@@ -120,13 +71,13 @@ class PythonCalls(TorchFunctionMode):
         self.gradients = gradients
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        args, kwargs = self._traced(args, kwargs)
+        args = [self._traced(value) for value in args]
+        kwargs = {key: self._traced(value) for key, value in kwargs.items()} if kwargs else {}
         name = getattr(func, "__name__", "")
         if name == "__get__" and func == _GET_GRAD:
             return self.gradients.read(args[0])
         if name == "__set__" and func == _SET_GRAD:
-            self.gradients.untouched.discard(id(args[0]))
+            self.gradients.assigned(args[0])
         elif name == "item" and isinstance(args[0], torch.Tensor):
             return self.recorder.item(args[0])
         elif name in _VALUE_READERS and any(isinstance(a, FakeTensor) for a in args):
@@ -137,14 +88,15 @@ class PythonCalls(TorchFunctionMode):
             return self._fused(_FUSED[func], args, kwargs)
         return func(*args, **kwargs)
 
-    def _traced(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The user's own parameters replaced by the traced ones."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        if not any(isinstance(a, torch.Tensor) and self.recorder.fake_of(a) is not None for a in leaves):
-            return args, kwargs
-        return pytree.tree_map_only(torch.Tensor, lambda t: t if (f := self.recorder.fake_of(t)) is None else f, (args, kwargs))
+    def _traced(self, value: Any) -> Any:
+        """The user's own tensors, also in lists and tuples, replaced by the traced ones."""
+        if isinstance(value, torch.Tensor):
+            return value if type(value) is FakeTensor else self.recorder.traced(value)
+        if type(value) in (list, tuple) and any(isinstance(v, torch.Tensor) and type(v) is not FakeTensor for v in value):
+            return type(value)([self._traced(v) for v in value])
+        return value
 
-    def _refuse(self, name: str, args: tuple[Any, ...]) -> None:
+    def _refuse(self, name: str, args: list[Any]) -> None:
         tensor = next(a for a in args if isinstance(a, FakeTensor))
         if name in ("__bool__", "__float__", "__int__", "__index__") and node_of(tensor) in self.recorder.host:
             return
@@ -155,7 +107,7 @@ class PythonCalls(TorchFunctionMode):
         kind = dtype or (torch.get_default_dtype() if isinstance(value, GraphFloat) else torch.int64)
         return self.recorder.call(_aten.scalar_tensor.default, value, dtype=kind, device=torch.device(device or "cpu"))
 
-    def _fused(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _fused(self, packet: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         overload = packet.tensor_lr if isinstance(kwargs.get("lr"), torch.Tensor) else packet.default
         self.recorder.call(overload, *args, **kwargs)
 

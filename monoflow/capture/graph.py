@@ -11,7 +11,7 @@ from torch import fx
 
 from monoflow._torch import OpOverload
 from monoflow.source import OpInfo
-from monoflow.state import NumberEntry, TensorEntry
+from monoflow.state import Inventory, NumberEntry, TensorEntry
 
 InputKind = Literal["argument", "parameter", "buffer", "optimizer", "gradient", "number", "constant"]
 
@@ -22,7 +22,7 @@ class Input:
 
     argument   user argument number `index` of the flattened call
     parameter, buffer, optimizer   `entry.tensor`, read and updated in place
-    gradient   `.grad` of the parameter `entry.tensor`, or of argument `index` if that is not negative
+    gradient   `.grad` of the parameter `entry.tensor`, or of argument `index` if there is no entry
     number     `number.read()`
     constant   `value`, a tensor that the step refers to from outside (a closure, a literal)
     """
@@ -35,16 +35,20 @@ class Input:
     value: torch.Tensor | None = None
 
 
+Store = Callable[[Any], None]
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Write:
     """An output of the graph that is stored into the user's objects after a call.
 
-    By `store(value)`; or, for the gradient of an argument tensor, as `.grad` of argument number `argument`.
+    By `bind(inventory)(value)`, where `inventory` is what the state holds now; or, for the gradient of an argument tensor, as `.grad` of
+    argument number `argument`.
     """
 
     name: str
     kind: Literal["gradient", "buffer", "optimizer", "number"]
-    store: Callable[[Any], None] | None
+    bind: Callable[[Inventory], Store] | None
     argument: int = -1
 
 
@@ -52,10 +56,10 @@ class Write:
 class GradientRule:
     """What a graph supposes of a tensor's `.grad` on entry, and whether it leaves None behind.
 
-    The tensor is that of `entry`, or argument number `argument` of the flattened call.
+    The tensor is the parameter of that name, or argument number `argument` of the flattened call if `parameter` is None.
     """
 
-    entry: TensorEntry
+    parameter: str | None
     argument: int
     on_entry: Literal["any", "none", "tensor"]
     cleared: bool

@@ -6,6 +6,7 @@ and optimizer ops alike; values of the graph are the fake tensors that came out 
 
 from __future__ import annotations
 
+import keyword
 import operator
 import os
 import weakref
@@ -25,8 +26,8 @@ from monoflow._torch import (
     UnsupportedFakeTensorException,
     bare_mode,
     current_autograd_node,
+    fake_alias,
     next_sequence_number,
-    pytree,
     real_tensors,
 )
 from monoflow.capture.graph import Input, describe_value, target_name, written_nodes
@@ -75,7 +76,8 @@ class Recorder(TorchDispatchMode):
         self._last_sequence = next_sequence_number() - 1
         self._last_backward: ForwardOp | None = None
         self._gradients: set[fx.Node] = set()
-        self._real: dict[int, FakeTensor] = {}
+        self._twins: dict[int, torch.Tensor] = {}
+        self._constants: dict[int, torch.Tensor] = {}
         self._kept: list[torch.Tensor] = []
         self._last_placeholder: fx.Node | None = None
 
@@ -86,14 +88,24 @@ class Recorder(TorchDispatchMode):
 
     # Inputs
 
-    def tensor_input(self, source: Input, real: torch.Tensor, fake: torch.Tensor | None = None) -> torch.Tensor:
-        """A placeholder for `real`; later uses of `real` itself mean the fake one. Returns the fake tensor."""
-        fake = self.fake_mode.from_tensor(real) if fake is None else fake
+    def tensor_input(self, source: Input, real: torch.Tensor) -> torch.Tensor:
+        """A placeholder for `real`; later uses of `real` itself mean its fake twin, which is returned."""
+        fake = self._fake(real)
         node = self._placeholder(source)
         node.meta["val"] = self.snapshot(fake)
         set_node(fake, node)
-        self._real[id(real)] = fake  # type: ignore[assignment]
+        (self._constants if source.kind == "constant" else self._twins)[id(real)] = fake
         self._kept.append(real)
+        return fake
+
+    def _fake(self, real: torch.Tensor) -> torch.Tensor:
+        """A leaf with the metadata of `real`, and its Python attributes: what user code may look at."""
+        with real_tensors():
+            fake = self.fake_mode.from_tensor(real.detach())  # detached: else its .grad and its base would be made too
+            fake.requires_grad = real.requires_grad
+            if isinstance(real, torch.nn.Parameter):
+                fake._is_param = True  # type: ignore[attr-defined]
+        fake.__dict__.update(real.__dict__)
         return fake
 
     def number_input(self, source: Input, value: int | float) -> GraphFloat | GraphInt:
@@ -109,25 +121,42 @@ class Recorder(TorchDispatchMode):
         self.host[node] = real.detach().clone()
         self.host_tensors.add(node)
 
-    def fake_of(self, real: torch.Tensor) -> torch.Tensor | None:
-        return self._real.get(id(real))
+    def twin_of(self, real: torch.Tensor) -> torch.Tensor | None:
+        """The fake twin of a tensor of the state or an argument."""
+        return self._twins.get(id(real))
+
+    def traced(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for `tensor` while the step runs: itself, its twin, or a constant of the graph."""
+        twin = self._twins.get(id(tensor))
+        if twin is not None:
+            return twin
+        if isinstance(tensor, FakeTensor) or (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor  # the latter is an error if an op uses it; see _constant
+        return self._constant(tensor)
 
     def _placeholder(self, source: Input) -> fx.Node:
         anchor = self._last_placeholder
-        where = self.graph.inserting_after(anchor) if anchor is not None else self.graph.inserting_before(next(iter(self.graph.nodes), None))
+        where = (
+            self.graph.inserting_after(anchor) if anchor is not None else self.graph.inserting_before(next(iter(self.graph.nodes), None))
+        )
         with where:
-            node = self.graph.placeholder("".join(c if c.isalnum() else "_" for c in source.name))
+            node = self.graph.create_node("placeholder", source.name, name=_identifier(source.name))
+            node.target = node.name  # names that differ in punctuation only must not become the same argument
         self._last_placeholder = node
         self.inputs.append(source)
         return node
 
     def _constant(self, real: torch.Tensor) -> torch.Tensor:
+        """The fake of a tensor from outside that belongs to no module or optimizer of the step."""
         if real.requires_grad and torch.is_grad_enabled():
             raise self.error(
                 f"a tensor of shape {tuple(real.shape)} that requires gradients is used in the step, but belongs to none of the "
                 "modules and optimizers given to mf.graph",
                 fix="pass its module too: @mf.graph(model, other_module, optimizer), or use tensor.detach()",
             )
+        known = self._constants.get(id(real))
+        if known is not None:
+            return known
         if real.layout is not torch.strided:
             raise self.error("sparse tensors cannot be captured", fix="use dense tensors: tensor.to_dense()")
         return self.tensor_input(Input(f"constant_{len(self.inputs)}", "constant", value=real), real)
@@ -140,7 +169,8 @@ class Recorder(TorchDispatchMode):
 
     def forget_tensors(self) -> None:
         """Drops every tensor of the capture, so that whatever is still alive is held by somebody else."""
-        self._real.clear()
+        self._twins.clear()
+        self._constants.clear()
         self.host = {node: value for node, value in self.host.items() if not isinstance(value, torch.Tensor)}
 
     # Ops
@@ -164,12 +194,14 @@ class Recorder(TorchDispatchMode):
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None = None) -> Any:
         """Runs one op on the fake tensors (or `run` in its place) and appends its node. Returns the fake result."""
-        fake_args, fake_kwargs, node_args, node_kwargs = self._operands(func, args, kwargs)
+        inputs: list[fx.Node] = []
+        operands = [self._operand(value, inputs) for value in args]
+        named = {key: self._operand(value, inputs) for key, value in kwargs.items()}
         if func in _FRESH_CONSTANTS:
             func = torch.ops.aten.lift_fresh_copy.default
-        info = self.info([a for a in pytree.tree_leaves((node_args, node_kwargs)) if isinstance(a, fx.Node)])
+        info = self.info(inputs)
         try:
-            result = (run or func)(*fake_args, **fake_kwargs)
+            result = (run or func)(*[fake for fake, _ in operands], **{key: fake for key, (fake, _) in named.items()})
         except (DynamicOutputShapeException, UnsupportedFakeTensorException) as exc:
             raise self.error(
                 f"the shape of the result of {target_name(func)} depends on the values in its input",
@@ -179,7 +211,8 @@ class Recorder(TorchDispatchMode):
         except Exception as exc:
             self.failed = (exc, self.error(f"{target_name(func)} failed: {exc}", op=_describe_call(func, args, kwargs)))
             raise
-        node = self.graph.create_node("call_function", func, node_args, node_kwargs)
+        node_args = tuple([node for _, node in operands])
+        node = self.graph.create_node("call_function", func, node_args, {key: node for key, (_, node) in named.items()})
         node.meta["op"] = info
         self.report(info.phase, len(self.graph.nodes), 0)
         self._name_sequence(node)
@@ -187,37 +220,33 @@ class Recorder(TorchDispatchMode):
         self._bind(node, result, func, info)
         return result
 
-    def _operands(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        fakes, nodes = [], []
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                leaf = self._known(leaf)
-                fakes.append(leaf)
-                nodes.append(node_of(leaf))
-            elif isinstance(leaf, GraphFloat | GraphInt | torch.SymFloat | torch.SymInt):
-                node = leaf.node.fx_node
-                fakes.append(self.stand_in(node))
-                nodes.append(node)
-            else:
-                fakes.append(leaf)
-                nodes.append(leaf)
-        fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
-        node_args, node_kwargs = pytree.tree_unflatten(nodes, spec)
-        return fake_args, fake_kwargs, node_args, node_kwargs
+    def _operand(self, value: Any, inputs: list[fx.Node]) -> tuple[Any, Any]:
+        """(what to trace with, argument of the node); the nodes among the arguments are added to `inputs`."""
+        if isinstance(value, torch.Tensor):
+            value = self._known(value)
+            node = node_of(value)
+            assert node is not None
+            inputs.append(node)
+            return value, node
+        if isinstance(value, torch.SymFloat | torch.SymInt):
+            node = value.node.fx_node
+            inputs.append(node)
+            return self.stand_in(node), node
+        if isinstance(value, list | tuple):
+            pairs = [self._operand(v, inputs) for v in value]
+            return type(value)([fake for fake, _ in pairs]), type(value)([node for _, node in pairs])
+        return value, value
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor:
         if node_of(tensor) is not None:
             return tensor
-        found = self._real.get(id(tensor))
-        if found is not None:
-            return found
         if isinstance(tensor, FakeTensor):
             raise self.error(
                 "a tensor of an earlier, already ended capture is used in the step",
                 fix="do not keep tensors between calls in lists or attributes; return them from the step",
             )
-        return self._constant(tensor)
+        twin = self._twins.get(id(tensor))
+        return self._constant(tensor) if twin is None else twin
 
     def _bind(self, node: fx.Node, result: Any, func: Any, info: OpInfo) -> None:
         """Ties the fake results to nodes, and leaves a snapshot of their metadata in `meta["val"]`."""
@@ -250,8 +279,7 @@ class Recorder(TorchDispatchMode):
 
     def snapshot(self, fake: torch.Tensor) -> torch.Tensor:
         """A tensor with the same metadata and storage identity, outside autograd."""
-        with bare_mode(self.fake_mode), torch.no_grad():
-            return torch.ops.aten.detach.default(fake)
+        return fake_alias(self.fake_mode, fake)
 
     # Numbers
 
@@ -388,6 +416,12 @@ def set_node(tensor: torch.Tensor, node: fx.Node) -> None:
 
 def _forward_op(node: fx.Node) -> ForwardOp:
     return ForwardOp(node.name, target_name(node.target), node.meta["op"].source)
+
+
+def _identifier(name: str) -> str:
+    """`name` as a Python name: "0.weight" is `_0_weight`."""
+    text = "".join(c if c.isalnum() else "_" for c in name)
+    return f"_{text}" if text[:1].isdigit() or keyword.iskeyword(text) else text
 
 
 def _is_update(node: fx.Node) -> bool:

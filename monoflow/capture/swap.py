@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,12 +15,10 @@ from torch import fx
 from torch.optim import Optimizer
 
 from monoflow._torch import FakeTensor, flat_weights, init_group, module_tables
-from monoflow.capture.graph import Write
+from monoflow.capture.graph import Store, Write
 from monoflow.capture.numbers import GraphFloat, GraphInt
 from monoflow.capture.recorder import Recorder, node_of
-from monoflow.state import Inventory, State
-
-Substitute = Callable[[Any, Any, int | None], Any]
+from monoflow.state import Inventory, Kind, State
 
 
 class Swapped:
@@ -44,7 +45,7 @@ class Swapped:
                 if entry.kind != "optimizer":
                     for place in entry.places:
                         if isinstance(place.container, dict):
-                            place.write(self.recorder.fake_of(entry.tensor))
+                            place.write(self.recorder.twin_of(entry.tensor))
             for module in modules:
                 exits.enter_context(flat_weights(module))
             for optimizer in self.state.optimizers.values():
@@ -66,7 +67,7 @@ class Swapped:
             self.placed[id(group)] = dict(group)
 
     def _twin(self, value: Any) -> Any:
-        found = self.recorder.fake_of(value) if isinstance(value, torch.Tensor) else None
+        found = self.recorder.twin_of(value) if isinstance(value, torch.Tensor) else None
         return value if found is None else found
 
     def _traced(self, value: Any, container: Any, key: Any) -> Any:
@@ -95,8 +96,8 @@ class Swapped:
         for entry in self.inventory.tensors:
             if entry.kind == "optimizer":
                 continue
-            twin = self.recorder.fake_of(entry.tensor)
-            for place in entry.places:
+            twin = self.recorder.twin_of(entry.tensor)
+            for index, place in enumerate(entry.places):
                 if not isinstance(place.container, dict):
                     continue
                 now = place.container.get(place.key)
@@ -108,17 +109,18 @@ class Swapped:
                         f"the step removes {entry.kind} {entry.name} of the module, or assigns something that it did not compute",
                         fix=f"assign a tensor computed in the step, or update in place: {entry.name}.copy_(value)",
                     )
-                yield Write(entry.name, "buffer", place.write), node
+                yield Write(entry.name, "buffer", _PlaceStore(entry.kind, entry.name, index)), node
 
     def _optimizer_writes(self, root: str, optimizer: Optimizer) -> Iterator[tuple[Write, Any]]:
-        real = {id(self._twin(e.tensor)): e.tensor for e in self.inventory.tensors if e.kind == "parameter"}
+        names = {id(self._twin(e.tensor)): e.name for e in self.inventory.tensors if e.kind == "parameter"}
         for twin, values in optimizer.state.items():
-            parameter = real.get(id(twin), twin)
+            if id(twin) not in names and values:
+                raise self.recorder.error("the optimizer keeps state for a tensor that is none of its parameters", op=f"state of {root}")
             for name, node in self._rebound(values, f"{root}.state"):
-                yield Write(f"{root}.{name}", "optimizer", _state_store(optimizer, parameter, name)), node
+                yield Write(f"{root}.{name}", "optimizer", _StateStore(optimizer, names[id(twin)], name)), node
         for position, group in enumerate(optimizer.param_groups):
             for name, node in self._rebound(group, f"{root}.{position}"):
-                yield Write(f"{root}.{position}.{name}", "number", _item_store(group, name)), node
+                yield Write(f"{root}.{position}.{name}", "number", _OptionStore(optimizer, position, name)), node
 
     def _rebound(self, table: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
         """(key, new value) of every entry that is not the one put there by `active`."""
@@ -152,15 +154,41 @@ def _unchanged(value: Any, placed: Any) -> bool:
     return plain and value == placed
 
 
-def _item_store(table: dict[str, Any], key: str) -> Callable[[Any], None]:
-    return lambda value: table.__setitem__(key, value)
+@dataclass(frozen=True, slots=True)
+class _PlaceStore:
+    """Into place number `index` of a parameter or buffer."""
+
+    kind: Kind
+    name: str
+    index: int
+
+    def __call__(self, inventory: Inventory) -> Store:
+        return inventory.entry(self.kind, self.name).places[self.index].write
 
 
-def _state_store(optimizer: Optimizer, parameter: Any, name: str) -> Callable[[Any], None]:
-    def store(value: Any) -> None:
-        optimizer.state[parameter][name] = value
+@dataclass(frozen=True, slots=True)
+class _StateStore:
+    """Into the optimizer's state for a parameter."""
 
-    return store
+    optimizer: Optimizer
+    parameter: str
+    key: str
+
+    def __call__(self, inventory: Inventory) -> Store:
+        parameter = inventory.entry("parameter", self.parameter).tensor
+        return lambda value: operator.setitem(self.optimizer.state[parameter], self.key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class _OptionStore:
+    """Into a param group of the optimizer."""
+
+    optimizer: Optimizer
+    group: int
+    key: str
+
+    def __call__(self, inventory: Inventory) -> Store:
+        return functools.partial(operator.setitem, self.optimizer.param_groups[self.group], self.key)
 
 
 @contextlib.contextmanager

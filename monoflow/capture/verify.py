@@ -25,7 +25,9 @@ def verify_graph(captured: Captured, after: str) -> None:
         raise GraphError(f"after {after}: the graph is not well-formed: {exc}") from exc
     placeholders = graph.find_nodes(op="placeholder")
     if len(placeholders) != len(captured.inputs):
-        raise GraphError(f"after {after}: {len(placeholders)} placeholders for {len(captured.inputs)} inputs; a pass may not add or remove any")
+        raise GraphError(
+            f"after {after}: {len(placeholders)} placeholders for {len(captured.inputs)} inputs; a pass may not add or remove any"
+        )
     outputs = graph.find_nodes(op="output")
     expected = captured.returned_count + len(captured.writes)
     if len(outputs) != 1 or not isinstance(outputs[0].args[0], tuple | list) or len(outputs[0].args[0]) != expected:

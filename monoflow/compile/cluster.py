@@ -157,7 +157,7 @@ def _group_key(node: fx.Node) -> Hashable:
     if node.target not in _RULES:
         return None
     values = list(_tensors(node))
-    return (node.target, len(node.args), tuple(node.kwargs), values[0].dtype, values[0].device, _last_kind(node))
+    return (node.target, len(node.args), tuple(node.kwargs), tuple(_extra(node).items()), values[0].dtype, values[0].device, _last_kind(node))
 
 
 def _last_kind(node: fx.Node) -> str:
@@ -194,6 +194,11 @@ def _last(node: fx.Node) -> Any:
     return None
 
 
+def _extra(node: fx.Node) -> dict[str, Any]:
+    """The keyword arguments that are neither a list in the merged op nor its last argument: `alpha`."""
+    return {k: v for k, v in node.kwargs.items() if k not in ("other", "weight", "value", "ord")}
+
+
 def _merge(graph: fx.Graph, run: list[fx.Node]) -> None:
     rule = _RULES[run[0].target]
     lasts = [_last(node) for node in run]
@@ -206,7 +211,7 @@ def _merge(graph: fx.Graph, run: list[fx.Node]) -> None:
     if last is not None:
         args.append(last)
     with graph.inserting_after(run[-1]):
-        merged = graph.call_function(getattr(rule.packet, overload), tuple(args))
+        merged = graph.call_function(getattr(rule.packet, overload), tuple(args), _extra(run[0]))
     merged.meta["op"] = run[0].meta["op"]
     in_place = rule.packet._qualified_op_name.endswith("_")
     merged.meta["val"] = None if in_place else [node.meta["val"] for node in run]

@@ -7,9 +7,13 @@ from typing import Any
 import torch
 
 from monoflow._torch import below_autograd
-from monoflow.capture.graph import Captured
+from monoflow.capture.graph import Captured, Store
 from monoflow.compile.program import Executable
-from monoflow.state import Inventory, NumberEntry, TensorEntry
+from monoflow.state import Inventory, NumberEntry
+
+
+_Owner = torch.Tensor | int
+"""Whose `.grad` is meant: a parameter, or the argument of that number."""
 
 
 class Executor:
@@ -24,11 +28,11 @@ class Executor:
         self._guards = guards
         self._guard_inputs = _guard_inputs(captured)
         self._arguments = [(p, i.index) for p, i in enumerate(captured.inputs) if i.index >= 0 and i.kind in ("argument", "number")]
-        self._gradients = [(p, i.entry, i.index) for p, i in enumerate(captured.inputs) if i.kind == "gradient" and i.entry is not None]
-        self._writes = list(enumerate(captured.writes, captured.returned_count))
-        self._cleared = [rule for rule in captured.gradients if rule.cleared]
-        self._absent = [rule for rule in captured.gradients if rule.on_entry == "none"]
-        self._present = [rule for rule in captured.gradients if rule.on_entry == "tensor"]
+        self._gradients: list[tuple[int, _Owner]] = []
+        self._writes: list[tuple[int, Store | None, int]] = []
+        self._cleared: list[_Owner] = []
+        self._absent: list[_Owner] = []
+        self._present: list[_Owner] = []
         self._values: list[Any] = []
         self._numbers: list[tuple[int, NumberEntry]] = []
         self._bound: Inventory | None = None
@@ -37,26 +41,36 @@ class Executor:
         """Takes the tensors of `inventory`, which must have the key of the captured one."""
         if self._bound is inventory:
             return
-        tensors = {(e.kind, e.name): e.tensor for e in inventory.tensors}
         numbers = {n.name: n for n in inventory.numbers}
         self._values = []
         self._numbers = []
+        self._gradients = []
         for position, source in enumerate(self.captured.inputs):
             value: Any = source.value
             if source.kind in ("parameter", "buffer", "optimizer") and source.entry is not None:
-                value = tensors[(source.entry.kind, source.entry.name)]
+                value = inventory.entry(source.entry.kind, source.entry.name).tensor
+            elif source.kind == "gradient":
+                self._gradients.append((position, _owner(source.entry and source.entry.name, source.index, inventory)))
             elif source.number is not None:
                 self._numbers.append((position, numbers[source.number.name]))
             self._values.append(value)
+        self._writes = [
+            (position, None if write.bind is None else write.bind(inventory), write.argument)
+            for position, write in enumerate(self.captured.writes, self.captured.returned_count)
+        ]
+        rules = [(rule, _owner(rule.parameter, rule.argument, inventory)) for rule in self.captured.gradients]
+        self._cleared = [owner for rule, owner in rules if rule.cleared]
+        self._absent = [owner for rule, owner in rules if rule.on_entry == "none"]
+        self._present = [owner for rule, owner in rules if rule.on_entry == "tensor"]
         self._bound = inventory
 
     def accepts(self, leaves: list[Any]) -> bool:
         """True when gradients are there or absent as the graph supposes, and all its guards hold."""
-        for rule in self._absent:
-            if _tensor_of(rule.entry, rule.argument, leaves).grad is not None:
+        for owner in self._absent:
+            if _tensor_of(owner, leaves).grad is not None:
                 return False
-        for rule in self._present:
-            if _tensor_of(rule.entry, rule.argument, leaves).grad is None:
+        for owner in self._present:
+            if _tensor_of(owner, leaves).grad is None:
                 return False
         if self._guards is None:
             return True
@@ -69,15 +83,15 @@ class Executor:
         captured = self.captured
         if self.executable is None:
             raise RuntimeError("the graph is not compiled")
-        with torch.no_grad(), below_autograd():
+        with below_autograd():  # in the caller's grad mode, as captured: some kernels (oneDNN's LSTM) keep what backward needs only with it
             outputs = self.executable(self._inputs(leaves))
-        for position, write in self._writes:
-            if write.store is not None:
-                write.store(outputs[position])
+        for position, store, argument in self._writes:
+            if store is not None:
+                store(outputs[position])
             else:
-                leaves[write.argument].grad = outputs[position]
-        for rule in self._cleared:
-            _tensor_of(rule.entry, rule.argument, leaves).grad = None
+                leaves[argument].grad = outputs[position]
+        for owner in self._cleared:
+            _tensor_of(owner, leaves).grad = None
         return captured.returned(outputs[: captured.returned_count])
 
     def _inputs(self, leaves: list[Any]) -> list[Any]:
@@ -86,13 +100,17 @@ class Executor:
             values[position] = leaves[index]
         for position, number in self._numbers:
             values[position] = number.read()
-        for position, entry, argument in self._gradients:
-            values[position] = _tensor_of(entry, argument, leaves).grad
+        for position, owner in self._gradients:
+            values[position] = _tensor_of(owner, leaves).grad
         return values
 
 
-def _tensor_of(entry: TensorEntry, argument: int, leaves: list[Any]) -> torch.Tensor:
-    tensor: torch.Tensor = entry.tensor if argument < 0 else leaves[argument]
+def _owner(parameter: str | None, argument: int, inventory: Inventory) -> _Owner:
+    return argument if parameter is None else inventory.entry("parameter", parameter).tensor
+
+
+def _tensor_of(owner: _Owner, leaves: list[Any]) -> torch.Tensor:
+    tensor: torch.Tensor = leaves[owner] if isinstance(owner, int) else owner
     return tensor
 
 
