@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 from torch import fx
 
+from monoflow.capture.graph import is_effect
 from monoflow.compile.bindings import Bindings
 from monoflow.compile.cluster import cluster
+from monoflow.compile.fuse import fuse_clipping, fuse_optimizers
 from monoflow.compile.program import Executable, compile_program
 from monoflow.compile.simplify import simplify
 from monoflow.errors import StepError
@@ -27,6 +29,9 @@ def _inductor(graph: fx.Graph, report: Report) -> Executable:
     from monoflow.compile.inductor import compile_inductor  # Inductor takes a second to import; aten never needs it
 
     graph = simplify(graph)
+    fuse_optimizers(graph)
+    fuse_clipping(graph)
+    graph.eliminate_dead_code(is_effect)
     cluster(graph)
     return compile_inductor(graph, report)
 

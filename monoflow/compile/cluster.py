@@ -38,6 +38,8 @@ class _Rule:
     absent: str = ""
 
 
+_LAST = ("other", "weight", "value", "ord")
+
 _BINARY = {"scalar": "Scalar", "scalars": "ScalarList", "tensors": "List"}
 _TERNARY = {"scalar": "Scalar", "scalars": "ScalarList", "absent": "Scalar"}
 
@@ -156,8 +158,24 @@ def _group_key(node: fx.Node) -> Hashable:
     """Ops with equal keys may merge; None for ops that run alone (and are cheap: arithmetic on numbers)."""
     if node.target not in _RULES:
         return None
+    options = _options(node)
+    if options is None:
+        return None
     values = list(_tensors(node))
-    return (node.target, len(node.args), tuple(node.kwargs), tuple(_extra(node).items()), values[0].dtype, values[0].device, _last_kind(node))
+    return (node.target, len(node.args), options, values[0].dtype, values[0].device, _last_kind(node))
+
+
+def _options(node: fx.Node) -> tuple[tuple[str, Any], ...] | None:
+    """Keyword arguments other than the last one, which a multi-tensor op takes once for all; None if there are more arguments than it has."""
+    tensors = _tensor_arguments(node)
+    extra = [a for a in node.args[tensors:] if a is not _last(node)]
+    options = tuple((k, v) for k, v in node.kwargs.items() if k not in _LAST)
+    return None if extra or any(k != "alpha" for k, _ in options) else options
+
+
+def _tensor_arguments(node: fx.Node) -> int:
+    count = sum(isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor) for a in node.args)
+    return count - (_last_kind(node) == "tensor")
 
 
 def _last_kind(node: fx.Node) -> str:
@@ -189,14 +207,9 @@ def _last(node: fx.Node) -> Any:
     """The argument that decides the overload: `other`, `weight`, `value` or `ord`; None when it is left out."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     for position, name in enumerate(names):
-        if name in ("other", "weight", "value", "ord"):
+        if name in _LAST:
             return node.args[position] if position < len(node.args) else node.kwargs.get(name)
     return None
-
-
-def _extra(node: fx.Node) -> dict[str, Any]:
-    """The keyword arguments that are neither a list in the merged op nor its last argument: `alpha`."""
-    return {k: v for k, v in node.kwargs.items() if k not in ("other", "weight", "value", "ord")}
 
 
 def _merge(graph: fx.Graph, run: list[fx.Node]) -> None:
@@ -205,13 +218,14 @@ def _merge(graph: fx.Graph, run: list[fx.Node]) -> None:
     overload, last = _overload(rule, lasts)
     if not overload:
         return
-    tensor_count = sum(isinstance(a, fx.Node) and isinstance(a.meta.get("val"), torch.Tensor) for a in run[0].args)
-    tensor_count -= _last_kind(run[0]) == "tensor"
-    args: list[Any] = [[node.args[i] for node in run] for i in range(tensor_count)]
+    options = dict(_options(run[0]) or ())
+    if options and overload != "List":
+        return
+    args: list[Any] = [[node.args[i] for node in run] for i in range(_tensor_arguments(run[0]))]
     if last is not None:
         args.append(last)
     with graph.inserting_after(run[-1]):
-        merged = graph.call_function(getattr(rule.packet, overload), tuple(args), _extra(run[0]))
+        merged = graph.call_function(getattr(rule.packet, overload), tuple(args), options)
     merged.meta["op"] = run[0].meta["op"]
     in_place = rule.packet._qualified_op_name.endswith("_")
     merged.meta["val"] = None if in_place else [node.meta["val"] for node in run]

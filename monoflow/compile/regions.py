@@ -23,6 +23,9 @@ from monoflow.source import OpInfo
 MIN_BLOCK = 8
 """Ops below which a repeated block is not worth a call of its own: a compiled region costs some ten microseconds to call."""
 
+MIN_REGION = 5
+"""Ops below which a region is not worth compiling (about a second each): its ops run as they are."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
@@ -56,7 +59,17 @@ def plan_regions(graph: fx.Graph) -> Plan:
             parts.append(part)
         else:
             parts.extend(_joined(part, repeated))
-    return Plan(tuple(part if isinstance(part, fx.Node) else make_region(part) for part in parts))
+    return Plan(tuple(_region_or_ops(parts)))
+
+
+def _region_or_ops(parts: list[list[fx.Node] | fx.Node]) -> Iterator[Region | fx.Node]:
+    for part in parts:
+        if isinstance(part, fx.Node):
+            yield part
+        elif len(part) < MIN_REGION:
+            yield from part
+        else:
+            yield make_region(part)
 
 
 def make_region(nodes: list[fx.Node]) -> Region:

@@ -1,0 +1,141 @@
+"""Replaces an optimizer's chains of ops by PyTorch's fused multi-tensor kernels, and lets these apply the clipping factor.
+
+Not equal to the bit (the kernels order their arithmetic differently), so only for the "inductor" backend.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+
+_aten = torch.ops.aten
+_item = _aten._local_scalar_dense.default
+
+Pattern = Any
+"""(target, *arguments) for a call, a string for a variable, {name: pattern} last for keyword arguments, anything else for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fusion:
+    """`pattern` matches the last op of one parameter's chain; `fused` takes the lists of what the variables matched."""
+
+    pattern: Pattern
+    fused: Any
+    decay: bool
+
+
+_STEP = (_item, (_aten.add_.Tensor, "step", 1))
+_NEXT_BIAS1 = (operator.sub, 1, (operator.pow, "beta1", _STEP))
+_ROOT_BIAS2 = (operator.pow, (operator.sub, 1, (operator.pow, "beta2", _STEP)), 0.5)
+
+
+def _adam(parameter: Pattern, gradient: Pattern) -> Pattern:
+    """`torch.optim.adam._single_tensor_adam`, without amsgrad and maximize."""
+    mean = (_aten.lerp_.Scalar, "mean", gradient, (operator.sub, 1, "beta1"))
+    square = (_aten.addcmul_.default, (_aten.mul_.Tensor, "square", "beta2"), gradient, gradient, {"value": (operator.sub, 1, "beta2")})
+    root = (_aten.add_.Tensor, (_aten.div.Tensor, (_aten.sqrt.default, square), _ROOT_BIAS2), "eps")
+    return (_aten.addcdiv_.default, parameter, mean, root, {"value": (operator.neg, (operator.truediv, "lr", _NEXT_BIAS1))})
+
+
+_DECAYED = (_aten.mul_.Tensor, "parameter", (operator.sub, 1, (operator.mul, "lr", "decay")))
+
+_FUSIONS = (
+    _Fusion(_adam(_DECAYED, "gradient"), _aten._fused_adamw_.default, decay=True),
+    _Fusion(_adam("parameter", (_aten.add.Tensor, "gradient", "parameter", {"alpha": "decay"})), _aten._fused_adam_.default, decay=True),
+    _Fusion(_adam("parameter", "gradient"), _aten._fused_adam_.default, decay=False),
+)
+
+
+def fuse_optimizers(graph: fx.Graph) -> None:
+    """Rewrites Adam and AdamW chains in place into one fused op per group of equal options."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    groups: dict[Hashable, list[tuple[fx.Node, dict[str, Any], list[fx.Node]]]] = defaultdict(list)
+    for node in graph.find_nodes(op="call_function", target=_aten.addcdiv_.default):
+        for number, fusion in enumerate(_FUSIONS):
+            bound: dict[str, Any] = {}
+            matched: list[fx.Node] = []
+            if _match(fusion.pattern, node, bound, matched):
+                value = node.meta["val"]
+                options = tuple(bound.get(k) for k in ("lr", "beta1", "beta2", "decay", "eps"))
+                groups[(number, options, value.dtype, value.device)].append((node, bound, matched))
+                break
+    for key, chains in groups.items():
+        last = max((node for node, _, _ in chains), key=position.__getitem__)
+        if all(position[u] > position[last] for node, _, _ in chains for u in node.users):
+            _replace(graph, _FUSIONS[key[0]], chains, last)  # type: ignore[index]
+
+
+def _replace(graph: fx.Graph, fusion: _Fusion, chains: list[tuple[fx.Node, dict[str, Any], list[fx.Node]]], last: fx.Node) -> None:
+    first = chains[0][1]
+    lists = [[bound[name] for _, bound, _ in chains] for name in ("parameter", "gradient", "mean", "square")]
+    options = {
+        "lr": first["lr"],
+        "beta1": first["beta1"],
+        "beta2": first["beta2"],
+        "weight_decay": first["decay"] if fusion.decay else 0.0,
+        "eps": first["eps"],
+        "amsgrad": False,
+        "maximize": False,
+    }
+    with graph.inserting_after(last):
+        fused = graph.call_function(fusion.fused, (*lists, [], [bound["step"] for _, bound, _ in chains]), options)
+    fused.meta.update(op=last.meta["op"], val=None)
+    for node, bound, _ in chains:
+        node.replace_all_uses_with(bound["parameter"], delete_user_cb=lambda user: user is not fused)
+    for node, _, matched in chains:
+        for op in matched:  # consumers before their inputs
+            if not op.users and op.target is not _item and (op is node or op.target is not _aten.add_.Tensor or op.args[1] != 1):
+                graph.erase_node(op)
+
+
+def fuse_clipping(graph: fx.Graph) -> None:
+    """`g.mul_(factor)` for each gradient and then a fused Adam becomes that Adam with `grad_scale=1/factor`: one pass less over the gradients."""
+    for packet in (_aten._fused_adam_, _aten._fused_adamw_):
+        for node in graph.find_nodes(op="call_function", target=packet.default):
+            if node.kwargs.get("grad_scale") is None:
+                _scale_inside(graph, node)
+
+
+def _scale_inside(graph: fx.Graph, node: fx.Node) -> None:
+    gradients: list[fx.Node] = node.args[1]  # type: ignore[assignment]
+    if not all(g.target is _aten.mul_.Tensor and isinstance(g.args[1], fx.Node) and set(g.users) <= {node, _output(graph)} for g in gradients):
+        return
+    factor: fx.Node = gradients[0].args[1]  # type: ignore[assignment]
+    value = factor.meta["val"]
+    if not isinstance(value, torch.Tensor) or value.dim() or value.dtype is not torch.float32 or any(g.args[1] is not factor for g in gradients):
+        return
+    if any(g.args[0] in node.args[1] or g.meta["val"].dtype is not torch.float32 for g in gradients):
+        return
+    with graph.inserting_before(node):
+        scale = graph.call_function(_aten.reciprocal.default, (factor,))
+    scale.meta.update(op=node.meta["op"], val=value)
+    node.kwargs = {**node.kwargs, "grad_scale": scale}
+    for gradient in dict.fromkeys(gradients):
+        gradient.replace_all_uses_with(gradient.args[0])  # type: ignore[arg-type]
+        graph.erase_node(gradient)
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def _match(pattern: Pattern, value: Any, bound: dict[str, Any], matched: list[fx.Node]) -> bool:
+    if isinstance(pattern, str):
+        return bound.setdefault(pattern, value) is value
+    if not isinstance(pattern, tuple):
+        return not isinstance(value, fx.Node) and bool(value == pattern)
+    target, *arguments = pattern
+    named = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
+    if not isinstance(value, fx.Node) or value.target is not target or len(value.args) != len(arguments) or value.kwargs.keys() != named.keys():
+        return False
+    if value not in matched:
+        matched.append(value)
+    pairs = [*zip(arguments, value.args, strict=True), *((named[k], value.kwargs[k]) for k in named)]
+    return all(_match(part, argument, bound, matched) for part, argument in pairs)
