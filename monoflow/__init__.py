@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from monoflow import errors
+from monoflow import errors, nn
 from monoflow.capture import StepGraph
 from monoflow.source import Frame, OpInfo
 from monoflow.step import Step, graph
 
 __version__ = "0.1.0"
 
-__all__ = ["Frame", "OpInfo", "Step", "StepGraph", "errors", "graph"]
+__all__ = ["Frame", "OpInfo", "Step", "StepGraph", "errors", "graph", "nn"]
