@@ -30,6 +30,9 @@ from torch._C import _VariableFunctions as variable_functions
 # The type of torch.ops.aten.mm.default: what the targets of a graph are.
 from torch._ops import OpOverload
 
+# The modules of two optimizers, to replace names in; their classes say they are from torch.optim.
+from torch.optim import _adafactor, asgd
+
 # Tensors with metadata and no storage: what a step is traced on. torch.export uses them; there is no public name.
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
@@ -46,7 +49,7 @@ from torch.utils import _pytree as pytree
 # Interception of every ATen op below autograd, and of Python-level calls above it (the latter is public).
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-value_comparing_optimizers = tuple(sys.modules[kind.__module__] for kind in (torch.optim.Adafactor, torch.optim.ASGD))
+value_comparing_optimizers = (_adafactor, asgd)
 """Optimizer modules whose code calls Python's min and max on values computed on the device (Adafactor's norms)."""
 
 

@@ -8,7 +8,7 @@ need gradients). `Inventory.unchanged()` is the cheap test, run before each call
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from monoflow._torch import has_lazy_parameters, hook_tables, module_tables
 from monoflow.errors import StepError
-from monoflow.tree import tensor_key
+from monoflow.tree import fingerprint, tensor_key
 
 Kind = Literal["parameter", "buffer", "optimizer"]
 
@@ -72,6 +72,18 @@ class NumberEntry:
 
     def read(self) -> int | float:
         return self.kind(self.place.read())
+
+
+_OPTIMIZER_TABLES = frozenset(("defaults", "state", "param_groups"))
+
+
+def optimizer_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps in attributes of its own: a count of steps, a tensor. Private ones are PyTorch's bookkeeping."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if not name.startswith("_") and name not in _OPTIMIZER_TABLES and not callable(value)
+    }
 
 
 class _Watch:
@@ -178,17 +190,24 @@ class State:
         return builder.inventory()
 
 
+MODULE_TABLES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has, for its parameters, hooks and so on."""
+
+_MAX_CONSTANTS = 256
+"""Containers of more items than this are watched by identity only."""
+
+
 class _Builder:
     def __init__(self) -> None:
         self.watch = _Watch()
         self.found: dict[int, tuple[str, Kind, torch.Tensor, list[Place]]] = {}
         self.numbers: list[NumberEntry] = []
         self.key: list[Hashable] = []
-        self.seen_modules: set[int] = set()
+        self.seen: set[int] = set()
 
     def inventory(self) -> Inventory:
         tensors = [TensorEntry(name, kind, tensor, tuple(places)) for name, kind, tensor, places in self.found.values()]
-        signature = tuple((e.name, e.kind, tensor_key(e.tensor)) for e in tensors)
+        signature = tuple((e.name, e.kind, tensor_key(e.tensor), e.tensor.is_leaf) for e in tensors)
         return Inventory(tensors, self.numbers, (tuple(self.key), signature), self.watch)
 
     def tensor(self, name: str, kind: Kind, tensor: torch.Tensor, place: Place) -> None:
@@ -198,15 +217,18 @@ class _Builder:
 
     def module(self, root: nn.Module, prefix: str) -> None:
         for name, module in root.named_modules(prefix=prefix):
-            if id(module) in self.seen_modules:
+            if id(module) in self.seen:
                 continue
-            self.seen_modules.add(id(module))
-            self.options(module, name)
+            self.seen.add(id(module))
+            self.attributes(module, name)
             parameters, buffers, children = module_tables(module)
             for table in (parameters, buffers, children, *hook_tables(module)):
                 self.watch.size(table)
             for child in children:
                 self.watch.entry(children, child)
+            for table in hook_tables(module):
+                for hook in table:
+                    self.constant(f"hook of {name}", table, hook, table[hook], depth=0)
             for kind, table in (("parameter", parameters), ("buffer", buffers)):
                 for leaf, tensor in table.items():
                     path = f"{name}.{leaf}" if name else leaf
@@ -216,14 +238,39 @@ class _Builder:
                         self.watch.entry(table, leaf)
                         self.key.append((path, repr(tensor)))
 
-    def options(self, module: nn.Module, name: str) -> None:
-        """Plain attributes (training, dropout.p, eps, ...) are baked into the graph, hence part of its key."""
-        attributes = module.__dict__
-        self.watch.size(attributes)
-        for attribute, value in attributes.items():
-            if isinstance(value, bool | int | float | str):
-                self.watch.entry(attributes, attribute)
-                self.key.append((name, attribute, value))
+    def attributes(self, module: nn.Module, name: str) -> None:
+        """What a module keeps besides parameters and buffers. Tensors are followed like buffers; the rest is baked into the graph,
+        hence part of its key: training, dropout.p, eps, a config and its entries, ...
+        """
+        table = vars(module)
+        self.watch.size(table)
+        for attribute, value in table.items():
+            if attribute in MODULE_TABLES:
+                continue
+            path = f"{name}.{attribute}" if name else attribute
+            if isinstance(value, torch.Tensor):
+                self.tensor(path, "buffer", value, Place(table, attribute))
+            else:
+                self.constant(path, table, attribute, value)
+
+    def constant(self, path: str, container: Any, key: Any, value: Any, depth: int = 2) -> None:
+        """A value that is part of the key; also the plain values in lists, dicts and settings objects, up to two levels down."""
+        self.watch.entry(container, key)
+        self.key.append((path, fingerprint(value)))
+        if depth and type(value) in (list, tuple):
+            self.constants(path, value, dict(enumerate(value)), depth)
+        elif depth and type(value) is dict:
+            self.constants(path, value, value, depth)
+        elif depth and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value):
+            self.constants(path, vars(value), vars(value), depth)
+
+    def constants(self, path: str, container: Any, items: dict[Any, Any], depth: int) -> None:
+        if id(container) in self.seen or len(items) > _MAX_CONSTANTS:
+            return
+        self.seen.add(id(container))
+        self.watch.size(container)
+        for key, value in list(items.items()):
+            self.constant(f"{path}.{key}", container, key, value, depth - 1)
 
     def optimizer(self, optimizer: Optimizer, root: str) -> None:
         self.key.append((root, type(optimizer).__qualname__))
@@ -231,6 +278,8 @@ class _Builder:
         self.watch.entry(optimizer.__dict__, "param_groups")
         self.watch.size(optimizer.param_groups)
         self.watch.size(optimizer.state)
+        for name, value in optimizer_attributes(optimizer).items():
+            self.value(f"{root}.{name}", vars(optimizer), name, value)
         for position, group in enumerate(optimizer.param_groups):
             self.group(optimizer, group, f"{root}.{position}")
 
@@ -259,9 +308,12 @@ class _Builder:
             self.tensor(name, "optimizer", value, Place(container, key))
         elif _is_number(value):
             self.number(name, Place(container, key), value)
-        elif isinstance(value, tuple) and any(map(_is_number, value)):
+        elif isinstance(value, tuple):
+            self.watch.entry(container, key)
             for index, item in enumerate(value):
-                if _is_number(item):
+                if isinstance(item, torch.Tensor):
+                    self.tensor(f"{name}.{index}", "optimizer", item, Place(container, key, index))
+                elif _is_number(item):
                     self.number(f"{name}.{index}", Place(container, key, index), item)
                 else:
                     self.key.append((name, index, repr(item)))
@@ -283,8 +335,3 @@ class _Builder:
 def _flags(tensors: list[torch.Tensor]) -> list[Hashable]:
     """What changes when `tensor.data` is replaced (`model.double()`) or `requires_grad_` is called."""
     return [(t.requires_grad, t.dtype, t.data_ptr()) for t in tensors]
-
-
-def named_parameters(inventory: Inventory) -> Iterator[TensorEntry]:
-    """The parameters of the inventory, tied ones once."""
-    return (entry for entry in inventory.tensors if entry.kind == "parameter")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from monoflow.capture import StepGraph, capture, outer_variables
+from monoflow.capture import OuterValues, StepGraph, capture
 from monoflow.compile import choose_backend, compile_graph, compile_guards
 from monoflow.errors import RecompileWarning, StepError
 from monoflow.progress import Progress
@@ -69,7 +69,7 @@ class Step(Generic[P, R]):
         self.graphs_made = 0
         self._state = state
         self._inventory: Inventory | None = None
-        self._variables = outer_variables(function)
+        self._outer: OuterValues | None = None
         self._cache: OrderedDict[_Signature, list[Executor]] = OrderedDict()
         self._last: tuple[Inventory, _Signature, Executor] | None = None
 
@@ -103,7 +103,9 @@ class Step(Generic[P, R]):
         inventory = self._scan()
         arguments = (structure, arguments_key(leaves, inventory.names))
         surroundings = _surroundings()
-        variables = tuple([read() for _, read in self._variables])
+        if self._outer is None:
+            self._outer = OuterValues(self.function, self._state)
+        variables = self._outer.key()
         if self._last is not None:
             known, signature, executor = self._last
             same = known is inventory and signature.arguments == arguments and signature.surroundings == surroundings
@@ -159,7 +161,7 @@ class Step(Generic[P, R]):
     def _warn(self, signature: _Signature) -> None:
         known = [s for s, executors in self._cache.items() if executors]
         nearest = max(known, key=lambda s: sum(_equal_parts(s, signature)), default=None)
-        changed = "a gradient or a number it branches on" if nearest is None else _difference(nearest, signature, self._variables)
+        changed = "a gradient or a number it branches on" if nearest is None else _difference(nearest, signature, self._outer.names if self._outer else [])
         warnings.warn(
             f"step {self.__name__} is captured and compiled for the {self.graphs_made}th time; since the nearest earlier call this changed: {changed}. "
             "Keep it fixed, or pass it as a tensor or float argument; pad batches to a few sizes.",
@@ -183,8 +185,8 @@ def _equal_parts(left: _Signature, right: _Signature) -> list[bool]:
     return [getattr(left, f.name) == getattr(right, f.name) for f in fields(_Signature)]
 
 
-def _difference(before: _Signature, now: _Signature, variables: list[tuple[str, Callable[[], Any]]]) -> str:
-    for (name, _), old, new in zip(variables, before.variables, now.variables, strict=True):  # type: ignore[call-overload]
+def _difference(before: _Signature, now: _Signature, outer: list[str]) -> str:
+    for name, old, new in zip(outer, before.variables, now.variables, strict=True):  # type: ignore[call-overload]
         if old != new:
             return f"outer variable `{name}`: {old!r} -> {new!r}"
     for field in fields(_Signature):

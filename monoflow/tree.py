@@ -17,6 +17,9 @@ from monoflow.errors import StepError
 
 Rebuild = Callable[[list[Any]], Any]
 
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+"""Immutable values that count by what they are rather than by which object they are."""
+
 _LEAF = "*"
 _LEAF_TYPES = (torch.Tensor, int, float, str, bytes, type(None), torch.Size, torch.dtype, torch.device, type)
 
@@ -118,8 +121,10 @@ def _refilling_mapping(value: Any, keys: tuple[Any, ...]) -> Callable[[list[Any]
 # What a graph depends on of its arguments
 
 
-class _ByIdentity:
-    """An argument that cannot be hashed: equal to itself only. Keeps it alive, so that no other object gets its address."""
+class ByIdentity:
+    """Stands in a key for an object that is equal to itself only. Keeps it alive, so that no other object gets its address."""
+
+    __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -128,10 +133,19 @@ class _ByIdentity:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and other.value is self.value
+        return isinstance(other, ByIdentity) and other.value is self.value
 
     def __repr__(self) -> str:
         return f"{type(self.value).__name__} at {id(self.value):#x}"
+
+
+def fingerprint(value: Any) -> Hashable:
+    """Plain values, and tuples of them, count by type and value, anything else by identity."""
+    if isinstance(value, PLAIN):
+        return (type(value), value)
+    if isinstance(value, tuple):
+        return (type(value), *map(fingerprint, value))
+    return ByIdentity(value)
 
 
 def arguments_key(leaves: list[Any], known: Mapping[int, str]) -> Hashable:
@@ -161,10 +175,10 @@ def tensor_key(tensor: torch.Tensor) -> Hashable:
 def _leaf_key(leaf: Any) -> Hashable:
     if isinstance(leaf, float):
         return float
-    if type(leaf).__module__ == "numpy" and hasattr(leaf, "__array_interface__"):
-        raise StepError(f"an argument of the step is a NumPy {type(leaf).__name__}: pass torch.as_tensor(value) instead")
+    if type(leaf).__module__ == "numpy" and type(leaf).__name__ == "ndarray":
+        raise StepError("an argument of the step is a NumPy array: pass torch.as_tensor(array)")
     try:
         hash(leaf)
     except TypeError:
-        return _ByIdentity(leaf)
+        return ByIdentity(leaf)
     return (type(leaf), leaf)

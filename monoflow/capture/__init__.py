@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from monoflow.capture.capture import capture
-from monoflow.capture.effects import outer_variables
 from monoflow.capture.graph import Captured, GradientRule, Input, StepGraph, Write
+from monoflow.capture.outer import OuterValues
 from monoflow.capture.verify import verify_graph
 
-__all__ = ["Captured", "GradientRule", "Input", "StepGraph", "Write", "capture", "outer_variables", "verify_graph"]
+__all__ = ["Captured", "GradientRule", "Input", "OuterValues", "StepGraph", "Write", "capture", "verify_graph"]

@@ -84,6 +84,9 @@ class PythonCalls(TorchFunctionMode):
             self._refuse(name, args)
         elif name in ("tensor", "as_tensor", "scalar_tensor") and args and isinstance(args[0], GraphFloat | GraphInt):
             return self._number_tensor(*args, **kwargs)
+        elif name == "__setitem__" and _is_bool_scalar(args[1]):
+            args[0].masked_fill_(args[1], args[2])  # the same, without asking for the value of the mask
+            return None
         elif func in _FUSED:
             return self._fused(_FUSED[func], args, kwargs)
         return func(*args, **kwargs)
@@ -110,6 +113,10 @@ class PythonCalls(TorchFunctionMode):
     def _fused(self, packet: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         overload = packet.tensor_lr if isinstance(kwargs.get("lr"), torch.Tensor) else packet.default
         self.recorder.call(overload, *args, **kwargs)
+
+
+def _is_bool_scalar(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dim() == 0 and index.dtype == torch.bool
 
 
 @contextlib.contextmanager

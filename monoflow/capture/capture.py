@@ -51,6 +51,10 @@ def capture(step: Callable[..., Any], state: State, leaves: list[Any], rebuild: 
     return captured
 
 
+_HOLE = object()
+"""Where a value of the graph goes in a result; other leaves of it are the same on every call."""
+
+
 class _Attempt:
     """One run of the step under capture."""
 
@@ -72,9 +76,7 @@ class _Attempt:
         try:
             with swapped.active(), python_calls(recorder, gradients, self.state.module_paths()), self.fake_mode, recorder:
                 result = self._call(args, kwargs)
-                outputs = flatten(result)[0]
-                rebuild = rebuilder(result)
-                returned = [self._output(value) for value in outputs]
+                returned, rebuild = self._returned(result)
                 rebound = list(swapped.writes())
         except Exception:
             effects.restore()
@@ -84,7 +86,7 @@ class _Attempt:
         writes = rebound + gradient_writes
         recorder.graph.output(tuple(returned) + tuple(node for _, node in writes))
         results = recorder.results
-        del args, kwargs, result, outputs, swapped, gradients
+        del args, kwargs, result, swapped, gradients
         recorder.forget_tensors()
         check_kept(results)
         return self._captured(rebuild, len(returned), tuple(write for write, _ in writes), rules)
@@ -105,15 +107,17 @@ class _Attempt:
 
     def _state_inputs(self, swapped: Swapped, gradients: Gradients) -> None:
         for entry in self.inventory.tensors:
+            if not entry.tensor.is_leaf:  # what a module computed from its parameters before and will compute again (weight_norm)
+                continue
             fake = self.recorder.tensor_input(Input(entry.name, entry.kind, entry=entry), entry.tensor)
             if entry.kind == "optimizer" and entry.tensor.numel() == 1 and entry.tensor.device.type == "cpu":
                 self.recorder.host_tensor(fake, entry.tensor)
         for entry in self.inventory.tensors:
-            if entry.kind == "parameter":
+            if entry.kind == "parameter" and entry.tensor.is_leaf:
                 gradients.add(self._twin(entry.tensor), entry.tensor, entry)
         for number in self.inventory.numbers:
             traced = self.recorder.number_input(Input(number.name, "number", number=number), number.read())
-            swapped.number(number.place.container, number.place.key, number.place.index, traced)
+            swapped.number(number.place, traced)
 
     def _twin(self, real: torch.Tensor) -> torch.Tensor:
         twin = self.recorder.twin_of(real)
@@ -147,18 +151,32 @@ class _Attempt:
 
     # Outputs
 
-    def _output(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self.recorder.value_node(value)
-        if isinstance(value, GraphFloat | GraphInt):
-            return value.node.fx_node
-        return value
+    def _returned(self, result: Any) -> tuple[list[fx.Node], Rebuild]:
+        """The nodes of what the step returns, and how to make its result of their values."""
+        nodes: list[fx.Node] = []
+        fixed: list[Any] = []
+        for value in flatten(result)[0]:
+            if isinstance(value, torch.Tensor):
+                nodes.append(self.recorder.value_node(value))
+            elif isinstance(value, GraphFloat | GraphInt):
+                nodes.append(value.node.fx_node)
+            else:
+                fixed.append(value)
+                continue
+            fixed.append(_HOLE)
+        build = rebuilder(result)
+
+        def rebuild(values: list[Any]) -> Any:
+            filling = iter(values)
+            return build([next(filling) if value is _HOLE else value for value in fixed])
+
+        return nodes, rebuild
 
     def _captured(self, rebuild: Rebuild, count: int, writes: tuple[Write, ...], rules: tuple[GradientRule, ...]) -> Captured:
         recorder = self.recorder
         graph = recorder.graph
+        guards = guard_module(recorder)  # first: what only guards need is dead code in the graph
         graph.eliminate_dead_code(is_effect)
-        guards = guard_module(recorder)
         inputs = _drop_unused(graph, guards, recorder.inputs)
         step_graph = StepGraph(torch.nn.Module(), graph)
         captured = Captured(step_graph, inputs, rebuild, count, writes, rules, guards)

@@ -199,6 +199,7 @@ class Recorder(TorchDispatchMode):
         named = {key: self._operand(value, inputs) for key, value in kwargs.items()}
         if func in _FRESH_CONSTANTS:
             func = torch.ops.aten.lift_fresh_copy.default
+            self._follow_literal(args[0], inputs[0])
         info = self.info(inputs)
         try:
             result = (run or func)(*[fake for fake, _ in operands], **{key: fake for key, (fake, _) in named.items()})
@@ -291,7 +292,7 @@ class Recorder(TorchDispatchMode):
             self.host[node] = value
             self.host_ops.append(node)
         else:
-            value = float(function(*(self.stand_in(o) if isinstance(o, fx.Node) else o for o in operands)))
+            value = _stand_in_result(function, [self.stand_in(o) if isinstance(o, fx.Node) else o for o in operands])
         node.meta["val"] = value
         return graph_number(self, node, type(value))
 
@@ -342,6 +343,12 @@ class Recorder(TorchDispatchMode):
         value = self.concrete(node)
         self.guards[(operator.eq, node, value)] = True
         return value
+
+    def _follow_literal(self, literal: torch.Tensor, node: fx.Node) -> None:
+        """The value of `torch.tensor(1.0)` is known, for step counts to be raised by it."""
+        if literal.numel() == 1 and literal.device.type == "cpu" and not isinstance(literal, FakeTensor):
+            self.host[node] = literal
+            self.host_tensors.add(node)
 
     def _follow_on_host(self, node: fx.Node) -> None:
         """Runs the op on the known values too if all its tensors are known; forgets those it writes otherwise."""
@@ -403,6 +410,14 @@ class Recorder(TorchDispatchMode):
         frames = stack(until=self.boundary)
         module = self.module_stack[-1] if self.module_stack else ""
         return CaptureError(reason, op=op, fix=fix, module=module, frames=frames)
+
+
+def _stand_in_result(function: Callable[..., Any], operands: list[Any]) -> float:
+    """What stands for a number that only the running graph knows."""
+    try:
+        return float(function(*operands))
+    except (ArithmeticError, ValueError):  # 1 / (1 - 1) of stand-ins
+        return 1.0
 
 
 def node_of(tensor: torch.Tensor) -> fx.Node | None:

@@ -18,7 +18,7 @@ from monoflow._torch import FakeTensor, flat_weights, init_group, module_tables
 from monoflow.capture.graph import Store, Write
 from monoflow.capture.numbers import GraphFloat, GraphInt
 from monoflow.capture.recorder import Recorder, node_of
-from monoflow.state import Inventory, Kind, State
+from monoflow.state import Inventory, Kind, Place, State, TensorEntry, optimizer_attributes
 
 
 class Swapped:
@@ -28,25 +28,27 @@ class Swapped:
         self.state = state
         self.inventory = inventory
         self.recorder = recorder
+        self.modules = list(dict.fromkeys(m for root in state.modules.values() for m in root.modules()))
+        self.tables = [(module, table, set(table)) for module in self.modules for table in module_tables(module)[:2]]
         self.placed: dict[int, dict[str, Any]] = {}
         self.numbers: dict[tuple[int, Any, int | None], GraphFloat | GraphInt] = {}
 
-    def number(self, container: Any, key: Any, index: int | None, traced: GraphFloat | GraphInt) -> None:
-        self.numbers[(id(container), key, index)] = traced
+    def number(self, place: Place, traced: GraphFloat | GraphInt) -> None:
+        """`traced` goes where the number is read from."""
+        self.numbers[(id(place.container), place.key, place.index)] = traced
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
+        """Everything is swapped inside, and put back after."""
         with contextlib.ExitStack() as exits:
-            modules = [m for root in self.state.modules.values() for m in root.modules()]
-            for module in modules:
-                for table in module_tables(module)[:2]:
-                    exits.callback(_restore, table, dict(table))
             for entry in self.inventory.tensors:
                 if entry.kind != "optimizer":
-                    for place in entry.places:
-                        if isinstance(place.container, dict):
-                            place.write(self.recorder.twin_of(entry.tensor))
-            for module in modules:
+                    for place in _own_places(entry):
+                        exits.callback(place.write, entry.tensor)
+                        place.write(self._twin(entry.tensor))
+            for _, table, _ in self.tables:
+                exits.callback(_forget_new, table, set(table))
+            for module in self.modules:
                 exits.enter_context(flat_weights(module))
             for optimizer in self.state.optimizers.values():
                 self._swap_optimizer(exits, optimizer)
@@ -58,26 +60,32 @@ class Swapped:
         traced: defaultdict[Any, Any] = defaultdict(dict)
         for parameter, values in state.items():
             traced[self._twin(parameter)] = twin_values = {k: self._traced(v, values, k) for k, v in values.items()}
-            self.placed[id(twin_values)] = dict(twin_values)
+            self.placed[id(twin_values)] = _frozen_items(twin_values)
         optimizer.state = traced
         for group in optimizer.param_groups:
             exits.callback(_restore, group, dict(group))
             for option, value in list(group.items()):
                 group[option] = [self._twin(p) for p in value] if option == "params" else self._traced(value, group, option)
-            self.placed[id(group)] = dict(group)
+            self.placed[id(group)] = _frozen_items(group)
+        attributes = optimizer_attributes(optimizer)
+        exits.callback(vars(optimizer).update, attributes)
+        swapped = {name: self._traced(value, vars(optimizer), name) for name, value in attributes.items()}
+        vars(optimizer).update(swapped)
+        self.placed[id(optimizer)] = _frozen_items(swapped)
 
     def _twin(self, value: Any) -> Any:
         found = self.recorder.twin_of(value) if isinstance(value, torch.Tensor) else None
         return value if found is None else found
 
     def _traced(self, value: Any, container: Any, key: Any) -> Any:
+        """What stands for an option or state entry while the step runs."""
         if isinstance(value, torch.Tensor):
             return self._twin(value)
         found = self.numbers.get((id(container), key, None))
         if found is not None:
             return found
         if isinstance(value, tuple):
-            return tuple(self.numbers.get((id(container), key, i), v) for i, v in enumerate(value))
+            return tuple(self.numbers.get((id(container), key, i), self._twin(v)) for i, v in enumerate(value))
         if isinstance(value, list):
             return [self._traced(v, value, i) for i, v in enumerate(value)]
         if isinstance(value, dict):
@@ -93,15 +101,19 @@ class Swapped:
             yield from self._optimizer_writes(root, optimizer)
 
     def _module_writes(self) -> Iterator[tuple[Write, fx.Node]]:
+        for module, table, before in self.tables:
+            for name in table:
+                if name not in before:
+                    raise self.recorder.error(
+                        f"the step registers `{name}` in a {type(module).__name__}",
+                        fix="create parameters and buffers before the first call",
+                    )
         for entry in self.inventory.tensors:
             if entry.kind == "optimizer":
                 continue
-            twin = self.recorder.twin_of(entry.tensor)
-            for index, place in enumerate(entry.places):
-                if not isinstance(place.container, dict):
-                    continue
+            for index, place in enumerate(_own_places(entry)):
                 now = place.container.get(place.key)
-                if now is twin:
+                if now is self._twin(entry.tensor):
                     continue
                 node = node_of(now) if isinstance(now, torch.Tensor) else None
                 if node is None:
@@ -121,10 +133,13 @@ class Swapped:
         for position, group in enumerate(optimizer.param_groups):
             for name, node in self._rebound(group, f"{root}.{position}"):
                 yield Write(f"{root}.{position}.{name}", "number", _OptionStore(optimizer, position, name)), node
+        placed = self.placed[id(optimizer)]
+        for name, node in self._rebound(optimizer_attributes(optimizer), root, placed):
+            yield Write(f"{root}.{name}", "number", _AttributeStore(optimizer, name)), node
 
-    def _rebound(self, table: dict[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+    def _rebound(self, table: dict[str, Any], name: str, placed: dict[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
         """(key, new value) of every entry that is not the one put there by `active`."""
-        placed = self.placed.get(id(table), {})
+        placed = self.placed.get(id(table), {}) if placed is None else placed
         for key, value in table.items():
             if key != "params" and (key not in placed or not _unchanged(value, placed[key])):
                 yield key, self._value_node(value, f"{name}.{key}")
@@ -137,9 +152,14 @@ class Swapped:
         if value is None or isinstance(value, bool | int | float | str):
             return value
         raise self.recorder.error(
-            f"the optimizer keeps a {type(value).__name__} in its state ({name}), made anew in the step",
-            fix="keep tensors and numbers in the optimizer's state",
+            f"the optimizer changes a {type(value).__name__} in its state ({name}) in the step",
+            fix="keep tensors and numbers in the optimizer's state, not lists or dicts of them that change",
         )
+
+
+def _own_places(entry: TensorEntry) -> list[Place]:
+    """The places in modules; a parameter that only an optimizer has is swapped with its param group."""
+    return [place for place in entry.places if isinstance(place.container, dict)]
 
 
 def _restore(table: dict[Any, Any], before: dict[Any, Any]) -> None:
@@ -147,11 +167,31 @@ def _restore(table: dict[Any, Any], before: dict[Any, Any]) -> None:
     table.update(before)
 
 
-def _unchanged(value: Any, placed: Any) -> bool:
-    if value is placed:
-        return True
-    plain = isinstance(value, bool | int | float | str | None) and type(value) is type(placed)
-    return plain and value == placed
+def _forget_new(table: dict[str, Any], before: set[str]) -> None:
+    for key in [key for key in table if key not in before]:
+        del table[key]
+
+
+def _frozen_items(table: dict[str, Any]) -> dict[str, Any]:
+    return {key: _frozen(value) for key, value in table.items()}
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of the containers in `value`, to compare with later."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return {key: _frozen(item) for key, item in value.items()}
+    return value
+
+
+def _unchanged(value: Any, frozen: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return isinstance(frozen, tuple) and len(value) == len(frozen) and all(map(_unchanged, value, frozen))
+    if isinstance(value, dict):
+        return isinstance(frozen, dict) and value.keys() == frozen.keys() and all(_unchanged(value[key], frozen[key]) for key in value)
+    plain = isinstance(value, bool | int | float | str | None) and type(value) is type(frozen)
+    return value is frozen or (plain and value == frozen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +229,17 @@ class _OptionStore:
 
     def __call__(self, inventory: Inventory) -> Store:
         return functools.partial(operator.setitem, self.optimizer.param_groups[self.group], self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class _AttributeStore:
+    """Into an attribute of the optimizer itself."""
+
+    optimizer: Optimizer
+    name: str
+
+    def __call__(self, inventory: Inventory) -> Store:
+        return functools.partial(setattr, self.optimizer, self.name)
 
 
 @contextlib.contextmanager

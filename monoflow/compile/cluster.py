@@ -198,7 +198,7 @@ def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
             continue
         if len(run) > 1:
             yield run
-        run = [node] if _is_update(node) and node.target in _RULES else []
+        run = [node] if _is_update(node) and _group_key(node) is not None else []
     if len(run) > 1:
         yield run
 
