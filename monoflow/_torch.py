@@ -66,6 +66,20 @@ def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
     return (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
 
 
+def tensor_hooks(tensor: torch.Tensor) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
+    """The hooks registered on a leaf: by register_hook, and by register_post_accumulate_grad_hook. None where there never was one."""
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
+def copy_hooks(real: torch.Tensor, fake: torch.Tensor) -> None:
+    """Registers the hooks of one leaf on another. Those that are given the leaf itself go on being given `real`."""
+    on_gradient, after = tensor_hooks(real)
+    for hook in (on_gradient or {}).values():
+        fake.register_hook(hook)
+    for hook in (after or {}).values():
+        fake.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(real))
+
+
 @contextlib.contextmanager
 def flat_weights(module: torch.nn.Module) -> Iterator[None]:
     """nn.RNN, LSTM and GRU keep a second list of their weights; rebuild it for the swapped parameters, then restore it."""
@@ -111,7 +125,7 @@ def bare_mode(mode: TorchDispatchMode) -> Iterator[None]:
 def fake_alias(mode: FakeTensorMode, fake: torch.Tensor) -> torch.Tensor:
     """A fake tensor with the metadata and the storage of another, outside autograd: `fake.detach()` in a third of the time."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), in_kernel_invocation_manager(mode):
-        elem = torch.ops.aten.alias.default(fake)
+        elem = torch.ops.aten.detach.default(fake)
     return FakeTensor(mode, elem, fake.fake_device)  # type: ignore[attr-defined]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from monoflow._torch import has_lazy_parameters, hook_tables, module_tables
+from monoflow._torch import has_lazy_parameters, hook_tables, module_tables, tensor_hooks
 from monoflow.errors import StepError
 from monoflow.tree import fingerprint, tensor_key
 
@@ -121,7 +121,7 @@ class Inventory:
     names: dict[int, str] = field(init=False)
     _by_name: dict[tuple[Kind, str], TensorEntry] = field(init=False)
     _live: list[torch.Tensor] = field(init=False)
-    _flags: list[Hashable] = field(init=False)
+    _flags: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.names = {id(entry.tensor): entry.name for entry in self.tensors}
@@ -212,8 +212,17 @@ class _Builder:
 
     def tensor(self, name: str, kind: Kind, tensor: torch.Tensor, place: Place) -> None:
         self.watch.entry(place.container, place.key)
-        _, _, _, places = self.found.setdefault(id(tensor), (name, kind, tensor, []))
-        places.append(place)
+        if id(tensor) not in self.found:
+            self.found[id(tensor)] = (name, kind, tensor, [])
+            for hooks in tensor_hooks(tensor):
+                self.hooks(f"hook of {name}", hooks or {})
+        self.found[id(tensor)][3].append(place)
+
+    def hooks(self, name: str, table: dict[int, Any]) -> None:
+        """A hook is part of the key; adding and removing one is noticed."""
+        self.watch.size(table)
+        for hook in table:
+            self.constant(name, table, hook, table[hook], depth=0)
 
     def module(self, root: nn.Module, prefix: str) -> None:
         for name, module in root.named_modules(prefix=prefix):
@@ -222,13 +231,12 @@ class _Builder:
             self.seen.add(id(module))
             self.attributes(module, name)
             parameters, buffers, children = module_tables(module)
-            for table in (parameters, buffers, children, *hook_tables(module)):
+            for table in (parameters, buffers, children):
                 self.watch.size(table)
             for child in children:
                 self.watch.entry(children, child)
-            for table in hook_tables(module):
-                for hook in table:
-                    self.constant(f"hook of {name}", table, hook, table[hook], depth=0)
+            for hooks in hook_tables(module):
+                self.hooks(f"hook of {name or type(module).__name__}", hooks)
             for kind, table in (("parameter", parameters), ("buffer", buffers)):
                 for leaf, tensor in table.items():
                     path = f"{name}.{leaf}" if name else leaf
@@ -332,6 +340,6 @@ class _Builder:
         self.key.append((name, kind))
 
 
-def _flags(tensors: list[torch.Tensor]) -> list[Hashable]:
-    """What changes when `tensor.data` is replaced (`model.double()`) or `requires_grad_` is called."""
-    return [(t.requires_grad, t.dtype, t.data_ptr()) for t in tensors]
+def _flags(tensors: list[torch.Tensor]) -> list[Any]:
+    """What changes when `tensor.data` is replaced (`model.double()`), `requires_grad_` is called or the first hook is registered."""
+    return [(t.requires_grad, t.dtype, t.data_ptr(), *tensor_hooks(t)) for t in tensors]

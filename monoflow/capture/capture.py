@@ -88,6 +88,7 @@ class _Attempt:
         results = recorder.results
         del args, kwargs, result, swapped, gradients
         recorder.forget_tensors()
+        torch.clear_autocast_cache()
         check_kept(results)
         return self._captured(rebuild, len(returned), tuple(write for write, _ in writes), rules)
 

@@ -186,7 +186,7 @@ def _numpy_state() -> Any:
     return None if module is None else module.get_state()
 
 
-def _same_numpy_state(left: Any, right: Any) -> bool:
-    if left is None or right is None:
-        return left is right
-    return bool(left[0] == right[0] and (left[1] == right[1]).all() and left[2:] == right[2:])
+def _same_numpy_state(now: Any, before: Any) -> bool:
+    if before is None:  # NumPy was not loaded
+        return True
+    return bool(now[0] == before[0] and (now[1] == before[1]).all() and now[2:] == before[2:])

@@ -28,12 +28,13 @@ class _Tracked:
     entry: TensorEntry | None
     argument: int
     untouched: bool = False
+    overwritten: bool = False
     supposed: bool = False
     entered: torch.Tensor | None = None
     placeholder: fx.Node | None = None
 
     def rule(self, on_entry: Literal["any", "none", "tensor"]) -> GradientRule:
-        cleared = self.fake.grad is None and self.entered is not None
+        cleared = self.fake.grad is None and (self.entered is not None or self.overwritten)
         return GradientRule(None if self.entry is None else self.entry.name, self.argument, on_entry, cleared)
 
     def write(self) -> Write:
@@ -80,9 +81,11 @@ class Gradients:
         return fake.grad
 
     def assigned(self, fake: torch.Tensor) -> None:
-        """Python assigns to `fake.grad`: what was there before does not matter."""
-        if id(fake) in self.tracked:
-            self.tracked[id(fake)].untouched = False
+        """Python assigns to `fake.grad`: what was there on entry does not matter, if nothing was added to it yet."""
+        tracked = self.tracked.get(id(fake))
+        if tracked is not None and tracked.untouched:
+            tracked.untouched = False
+            tracked.overwritten = fake.grad is None
 
     def _like(self, fake: torch.Tensor) -> torch.Tensor:
         with bare_mode(self.recorder.fake_mode), torch.no_grad():
@@ -101,7 +104,7 @@ class Gradients:
             if tracked.placeholder is not None:
                 rules.append(tracked.rule("tensor" if read else "any"))
             else:
-                rules.append(tracked.rule("none" if final is not None else "any"))
+                rules.append(tracked.rule("none" if final is not None and not tracked.overwritten else "any"))
             if final is not None and final is not tracked.entered:
                 writes.append((tracked.write(), self.recorder.value_node(final)))
         return tuple(rules), writes

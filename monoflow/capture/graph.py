@@ -86,7 +86,29 @@ class Captured:
 
 
 class StepGraph(fx.GraphModule):
-    """An `fx.GraphModule` that prints the user's line over each op."""
+    """An `fx.GraphModule` that prints the user's line over each op. fx's own Python code is only written when somebody asks for it."""
+
+    _written = False
+
+    def recompile(self) -> Any:
+        """Forgets the code of the graph as it was."""
+        self._written = False
+
+    def _write(self) -> None:
+        if not self._written:
+            self._written = True
+            super().recompile()
+
+    @property
+    def code(self) -> str:
+        """The graph as fx writes it in Python."""
+        self._write()
+        return super().code
+
+    def forward(self, *args: Any) -> Any:
+        """Runs the graph as fx would."""
+        self._write()
+        return type(self).forward(self, *args)  # fx has put the code there
 
     def print_readable(self, print_output: bool = True, **_: Any) -> str:  # type: ignore[override]
         """The graph as Python text; over each op its phase, module and the user's file:line and code."""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from monoflow._torch import hook_tables
+from monoflow._torch import hook_tables, tensor_hooks
 from monoflow.source import is_user_code
 from monoflow.state import MODULE_TABLES, State
 from monoflow.tree import PLAIN, fingerprint
@@ -195,8 +195,8 @@ class Reach:
             for attribute, value in list(vars(module).items()):
                 if attribute not in MODULE_TABLES:
                     self._value(f"{kind.__name__}.{attribute}", value, code, 1)
-        for table in hook_tables(module):
-            for hook in list(table.values()):
+        for table in (*hook_tables(module), *(hooks for p in module.parameters(recurse=False) for hooks in tensor_hooks(p))):
+            for hook in list((table or {}).values()):
                 self._value("hook", hook, None, 1)
 
 

@@ -25,6 +25,7 @@ from monoflow._torch import (
     TorchDispatchMode,
     UnsupportedFakeTensorException,
     bare_mode,
+    copy_hooks,
     current_autograd_node,
     fake_alias,
     next_sequence_number,
@@ -106,6 +107,8 @@ class Recorder(TorchDispatchMode):
             if isinstance(real, torch.nn.Parameter):
                 fake._is_param = True  # type: ignore[attr-defined]
         fake.__dict__.update(real.__dict__)
+        if real.requires_grad and real.is_leaf:
+            copy_hooks(real, fake)
         return fake
 
     def number_input(self, source: Input, value: int | float) -> GraphFloat | GraphInt:
@@ -169,6 +172,7 @@ class Recorder(TorchDispatchMode):
 
     def forget_tensors(self) -> None:
         """Drops every tensor of the capture, so that whatever is still alive is held by somebody else."""
+        self.boundary = None
         self._twins.clear()
         self._constants.clear()
         self.host = {node: value for node, value in self.host.items() if not isinstance(value, torch.Tensor)}
