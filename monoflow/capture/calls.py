@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from monoflow._torch import FakeTensor, bare_mode, value_comparing_optimizers
+from monoflow._torch import FakeTensor, bare_mode, module_tables, value_comparing_optimizers
 from monoflow.capture.gradients import Gradients
 from monoflow.capture.numbers import GraphFloat, GraphInt, symbolic_max, symbolic_min
 from monoflow.capture.recorder import Recorder, node_of
@@ -152,10 +152,16 @@ def python_calls(recorder: Recorder, gradients: Gradients, module_paths: dict[in
 
 def _module_hooks(exits: contextlib.ExitStack, recorder: Recorder, paths: dict[int, str]) -> None:
     def enter(module: torch.nn.Module, args: Any) -> None:
+        if id(module) not in paths and any(module_tables(module)[:2]):
+            raise recorder.error(
+                f"a {type(module).__name__} is used in the step that was not given to mf.graph, and is in none of the modules that were",
+                fix="give it: @mf.graph(model, other_module, optimizer)",
+            )
         recorder.module_stack.append(paths.get(id(module), type(module).__name__))
 
     def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        recorder.module_stack.pop()
+        if recorder.module_stack:  # empty if `enter` has refused the module
+            recorder.module_stack.pop()
 
     hooks = torch.nn.modules.module
     exits.callback(hooks.register_module_forward_pre_hook(enter).remove)
@@ -187,8 +193,8 @@ def _random_state(exits: contextlib.ExitStack, recorder: Recorder) -> None:
     def write(state: torch.Tensor) -> None:
         recorder.record(set_rng_state, (state,), {}, lambda _: None)
 
-    def seed(value: int) -> None:
-        raise recorder.error("torch.manual_seed inside a step would fix the random numbers of the graph", fix="seed before the first call")
+    def refuse(*_: Any) -> None:
+        raise recorder.error("seeding inside of a step would fix the random numbers of the graph", fix="seed before the first call")
 
     for module in (torch, torch.random):
-        exits.enter_context(_replaced(module, get_rng_state=read, set_rng_state=write, manual_seed=seed))
+        exits.enter_context(_replaced(module, get_rng_state=read, set_rng_state=write, manual_seed=refuse, seed=refuse))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,10 +14,11 @@ from torch import fx
 
 from monoflow._torch import FakeTensorMode
 from monoflow.capture.calls import python_calls
-from monoflow.capture.effects import SideEffects, check_kept
+from monoflow.capture.effects import Change, SideEffects, argument_error, attribute_error, check_kept
 from monoflow.capture.gradients import Gradients, SupposedGradientUsed
 from monoflow.capture.graph import Captured, GradientRule, Input, StepGraph, Write, is_effect
 from monoflow.capture.guards import guard_module
+from monoflow.capture.locate import LineTracer
 from monoflow.capture.numbers import GraphFloat, GraphInt
 from monoflow.capture.recorder import Recorder, Report, no_report
 from monoflow.capture.swap import Swapped, fresh_optimizer_state
@@ -32,23 +36,32 @@ def capture(step: Callable[..., Any], state: State, leaves: list[Any], rebuild: 
     Raises: CaptureError for what cannot be part of a static graph; the user's own exceptions pass through.
     """
     effects = SideEffects(step, state)
-    random_state = torch.get_rng_state()
-    try:
-        with fresh_optimizer_state(state) as created:
-            try:
-                captured = _Attempt(step, state, leaves, rebuild, report).run(effects, suppose=True)
-            except SupposedGradientUsed:
-                captured = _Attempt(step, state, leaves, rebuild, report).run(effects, suppose=False)
-            used = {id(i.entry.tensor) for i in captured.inputs if i.kind == "optimizer" and i.entry is not None}
-            created -= {
-                (id(o), p)
-                for o in state.optimizers.values()
-                for p, values in o.state.items()
-                if any(id(v) in used for v in values.values())
-            }
-    finally:
-        torch.set_rng_state(random_state)
+    attempt = functools.partial(_Attempt, step, state, leaves, rebuild, report)
+    with fresh_optimizer_state(state) as created:
+        try:
+            captured = attempt().run(effects, suppose=True)
+        except SupposedGradientUsed:
+            captured = attempt().run(effects, suppose=False)
+        except _Changed as changed:
+            effects.restore()
+            error = attempt().locate(effects, changed.change)
+            effects.restore()
+            raise error from None
+        except BaseException:
+            effects.restore()
+            raise
+        used = {id(i.entry.tensor) for i in captured.inputs if i.kind == "optimizer" and i.entry is not None}
+        created -= {
+            (id(o), p) for o in state.optimizers.values() for p, values in o.state.items() if any(id(v) in used for v in values.values())
+        }
     return captured
+
+
+class _Changed(Exception):
+    """The step changes something outside of it."""
+
+    def __init__(self, change: Change) -> None:
+        self.change = change
 
 
 _HOLE = object()
@@ -68,6 +81,55 @@ class _Attempt:
         self.recorder = Recorder(self.fake_mode, report)
 
     def run(self, effects: SideEffects, suppose: bool) -> Captured:
+        """The captured step. Raises CaptureError, SupposedGradientUsed, _Changed, or what the step raises."""
+        recorder = self.recorder
+        with self._prepared(suppose) as (args, kwargs, swapped, gradients):
+            given = flatten((args, kwargs))[:2]
+            result = self._call(args, kwargs)
+            if recorder.refused is not None:
+                raise recorder.refused  # the step has caught it
+            for change in self._changes(effects, given, (args, kwargs)):
+                raise _Changed(change)
+            returned, rebuild = self._returned(result)
+            rebound = list(swapped.writes())
+            rules, gradient_writes = gradients.results()
+        writes = rebound + gradient_writes
+        recorder.graph.output(tuple(returned) + tuple(node for _, node in writes))
+        results = recorder.results
+        del args, kwargs, given, result, swapped, gradients
+        recorder.forget_tensors()
+        check_kept(results)
+        return self._captured(rebuild, len(returned), tuple(write for write, _ in writes), rules)
+
+    def locate(self, effects: SideEffects, change: Change) -> CaptureError:
+        """The error for a change, with the line at which it happens: found by running the step once more."""
+        with contextlib.suppress(Exception), self._prepared(suppose=False) as (args, kwargs, _, _):
+            given = flatten((args, kwargs))[:2]
+
+            def look() -> Change | None:
+                return next((c for c in self._changes(effects, given, (args, kwargs)) if c.what == change.what), None)
+
+            with LineTracer(self.recorder, look) as tracer:
+                self._call(args, kwargs)
+            if tracer.found is not None:
+                change, *where = tracer.found
+                return change.error(*where)
+        return change.error((), "")
+
+    def _changes(self, effects: SideEffects, given: tuple[list[Any], Any], arguments: Any) -> Iterator[Change]:
+        """What the step changed of Python outside, of its argument's lists and dicts, and of tensors' attributes."""
+        yield from effects.changes()
+        leaves, structure, _ = flatten(arguments)
+        if structure != given[1] or not all(map(operator.is_, leaves, given[0])):
+            yield Change("arguments", argument_error)
+        for name, fake, attributes in self.recorder.attributes:
+            for key, value in vars(fake).items():
+                if key not in attributes:
+                    yield Change((name, key), functools.partial(attribute_error, f"{name}.{key}", value))
+
+    @contextlib.contextmanager
+    def _prepared(self, suppose: bool) -> Iterator[tuple[Any, Any, Swapped, Gradients]]:
+        """Everything is in place for the step to be called; put back after."""
         recorder = self.recorder
         gradients = Gradients(recorder, suppose)
         swapped = Swapped(self.state, self.inventory, recorder)
@@ -75,22 +137,9 @@ class _Attempt:
         args, kwargs = self.rebuild(self._arguments(gradients))
         try:
             with swapped.active(), python_calls(recorder, gradients, self.state.module_paths()), self.fake_mode, recorder:
-                result = self._call(args, kwargs)
-                returned, rebuild = self._returned(result)
-                rebound = list(swapped.writes())
-        except Exception:
-            effects.restore()
-            raise
-        effects.check()
-        rules, gradient_writes = gradients.results()
-        writes = rebound + gradient_writes
-        recorder.graph.output(tuple(returned) + tuple(node for _, node in writes))
-        results = recorder.results
-        del args, kwargs, result, swapped, gradients
-        recorder.forget_tensors()
-        torch.clear_autocast_cache()
-        check_kept(results)
-        return self._captured(rebuild, len(returned), tuple(write for write, _ in writes), rules)
+                yield args, kwargs, swapped, gradients
+        finally:
+            torch.clear_autocast_cache()
 
     def _call(self, args: Any, kwargs: Any) -> Any:
         self.recorder.boundary = sys._getframe()
@@ -99,6 +148,8 @@ class _Attempt:
         except CaptureError:
             raise
         except Exception as exc:
+            if self.recorder.refused is not None:
+                raise self.recorder.refused from exc
             failed = self.recorder.failed
             if failed is not None and failed[0] is exc:
                 raise failed[1] from exc
@@ -133,8 +184,18 @@ class _Attempt:
             elif isinstance(leaf, float):
                 traced.append(self.recorder.number_input(Input(f"argument_{index}", "number", index=index), leaf))
             else:
+                self._check_argument(index, leaf)
                 traced.append(leaf)
         return traced
+
+    @staticmethod
+    def _check_argument(index: int, leaf: Any) -> None:
+        inside = leaf if isinstance(leaf, list | tuple | set) else getattr(leaf, "__dict__", {}).values()
+        if not isinstance(leaf, torch.nn.Module | type) and any(isinstance(value, torch.Tensor) for value in inside):
+            raise CaptureError(
+                f"argument {index} of the step is a {type(leaf).__name__} with tensors in it, which a graph cannot find on later calls",
+                fix="pass the tensors themselves, or in a list, tuple, dict or dataclass",
+            )
 
     def _tensor_argument(self, index: int, real: torch.Tensor, gradients: Gradients) -> torch.Tensor:
         known = self.recorder.twin_of(real)

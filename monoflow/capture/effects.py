@@ -7,26 +7,36 @@ was changed is put back.
 from __future__ import annotations
 
 import dis
+import functools
 import gc
 import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from monoflow._torch import FakeTensor
+from monoflow._torch import FakeTensor, real_tensors
 from monoflow.capture.outer import Holder, Reach, Variable, is_user_class
 from monoflow.errors import CaptureError
 from monoflow.source import Frame, OpInfo, code_frame
 from monoflow.state import State
-from monoflow.tree import PLAIN
+from monoflow.tree import PLAIN, flatten
 
 _ONCE = "a graph runs no Python, so this would happen once and never again"
 _AFTER_FIX = "do it after the call, from what the step returns; or make it a tensor (a buffer of the module), which the graph updates"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """Something outside of the step that it changed. `what` tells changes apart; `error(frames, module)` is the error for it."""
+
+    what: Hashable
+    error: Callable[[tuple[Frame, ...], str], CaptureError]
 
 
 class SideEffects:
@@ -34,17 +44,27 @@ class SideEffects:
 
     def __init__(self, step: Callable[..., Any], state: State) -> None:
         reach = Reach(step, state)
+        for iterator in reach.iterators:
+            raise _iterator_error(iterator)
         self.variables = [(variable, variable.read()) for variable in reach.variables]
         self.holders = [(holder, holder.items()) for holder in reach.holders]
+        self.generators = [(torch.default_generator, torch.default_generator.get_state())]
+        self.generators += [(generator, generator.get_state()) for generator in reach.generators]
         self.random = random.getstate()
         self.numpy_random = _numpy_state()
 
-    def check(self) -> None:
-        """Raises CaptureError, with everything put back, if the step changed any of it."""
-        error = next(self._errors(), None)
-        if error is not None:
-            self.restore()
-            raise error
+    def changes(self) -> Iterator[Change]:
+        """What is different now, in a way that a graph would not repeat on later calls."""
+        for position, (holder, before) in enumerate(self.holders):
+            now = holder.items()
+            if _matters(holder, now, before):
+                yield Change(("holder", position), functools.partial(_holder_error, holder, now, before))
+        for position, (variable, value) in enumerate(self.variables):
+            now = variable.read()
+            if not _same(now, value):
+                yield Change(("variable", position), functools.partial(_variable_error, variable.name, now))
+        if self._drawn():
+            yield Change("random", _random_error)
 
     def restore(self) -> None:
         """Puts everything back."""
@@ -54,23 +74,17 @@ class SideEffects:
         for variable, value in self.variables:
             if not _same(variable.read(), value):
                 variable.write(value)
+        for generator, state in self.generators:
+            generator.set_state(state)
         random.setstate(self.random)
         if self.numpy_random is not None:
             sys.modules["numpy.random"].set_state(self.numpy_random)
 
-    def _errors(self) -> Iterator[CaptureError]:
-        for holder, before in self.holders:
-            now = holder.items()
-            if _changed(now, before) and _matters(holder, now, before):
-                yield _holder_error(holder, now, before)
-        for variable, value in self.variables:
-            if not _same(variable.read(), value):
-                yield _variable_error(variable)
+    def _drawn(self) -> bool:
         if random.getstate() != self.random or not _same_numpy_state(_numpy_state(), self.numpy_random):
-            yield CaptureError(
-                "the step draws from Python's or NumPy's random generator: the graph would use the same number forever",
-                fix="draw with torch (torch.rand(()) < p, with torch.where), or outside of the step and pass the number as a tensor",
-            )
+            return True
+        with real_tensors():
+            return not all(torch.equal(generator.get_state(), state) for generator, state in self.generators)
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -95,45 +109,94 @@ def _new_values(now: Any, before: Any) -> list[tuple[Any, Any]]:
 
 
 def _matters(holder: Holder, now: Any, before: Any) -> bool:
-    """Modules may switch between train and eval mode, and those of libraries keep settings; `state` follows both. No tensors, though."""
+    """True for a change that is an error.
+
+    Modules may switch between train and eval mode, and those of libraries keep settings; `state` follows both. Tensors, though, never.
+    """
+    if not _changed(now, before):
+        return False
     if holder.kind is None or not issubclass(holder.kind, nn.Module):
         return True
     new = _new_values(now, before)
     if is_user_class(holder.kind):
         return not new or any(key != "training" for key, _ in new)
-    return any(isinstance(value, FakeTensor) for _, value in new)
+    return any(_holds_tensor(value) for _, value in new)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, FakeTensor) for leaf in flatten(value)[0])
 
 
 # The errors
 
 
-def _holder_error(holder: Holder, now: Any, before: Any) -> CaptureError:
-    new = _new_values(now, before)
-    name = holder.name
-    if holder.kind is not None:
-        name += "." + next((str(key) for key, _ in new), next((str(key) for key in before if key not in now), "?"))
-    what = "attribute" if holder.kind is not None else type(holder.table).__name__
-    frames = _line_naming(name.split(".")[-1], holder.code)
-    if any(isinstance(value, FakeTensor) for _, value in new):
-        return kept_error(f"{what} `{name}`", frames=frames)
+def argument_error(frames: tuple[Frame, ...], module: str) -> CaptureError:
+    """The step adds to, or takes from, a list or dict that it was given."""
     return CaptureError(
-        f"the step changes `{name}`, which lives outside of it: {_ONCE}", op=f"{what} `{name}`", fix=_AFTER_FIX, frames=frames
-    )
-
-
-def _variable_error(variable: Variable) -> CaptureError:
-    frames = _line_naming(variable.name.split(".")[-1], variable.code)
-    if isinstance(variable.read(), FakeTensor):
-        return kept_error(f"variable `{variable.name}`", frames=frames)
-    return CaptureError(
-        f"the step assigns to `{variable.name}`, a variable outside of it: {_ONCE}",
-        op=f"assignment to `{variable.name}`",
-        fix=_AFTER_FIX,
+        "the step changes a list or dict that is its argument: a graph runs no Python, so this would not happen",
+        fix="copy it first (dict(batch)), or return the new values",
         frames=frames,
+        module=module,
     )
 
 
-def kept_error(where: str, *, op: str = "", module: str = "", frames: tuple[Frame, ...] = ()) -> CaptureError:
+def attribute_error(name: str, value: Any, frames: tuple[Frame, ...], module: str) -> CaptureError:
+    """The step sets a Python attribute of a tensor that outlives it."""
+    if _holds_tensor(value):
+        return kept_error(f"attribute `{name}` of a tensor", frames, module)
+    reason = f"the step sets the attribute `{name}` of a tensor: a graph runs no Python, so this would not happen"
+    return CaptureError(reason, op=f"attribute `{name}`", fix="set it after the call", frames=frames, module=module)
+
+
+def _holder_error(holder: Holder, now: Any, before: Any, frames: tuple[Frame, ...], module: str) -> CaptureError:
+    new = _new_values(now, before)
+    name, what = holder.name, type(holder.table).__name__
+    if holder.kind is not None:
+        key = next((key for key, _ in new), next((key for key in before if key not in now), "?"))
+        name, what = f"{name}.{key}", "attribute"
+    if any(_holds_tensor(value) for _, value in new):
+        return kept_error(f"{what} `{name}`", frames, module)
+    reason = f"the step changes `{name}`, which lives outside of it: {_ONCE}"
+    return CaptureError(reason, op=f"{what} `{name}`", fix=_AFTER_FIX, frames=frames, module=module)
+
+
+def _variable_error(name: str, now: Any, frames: tuple[Frame, ...], module: str) -> CaptureError:
+    if _holds_tensor(now):
+        return kept_error(f"variable `{name}`", frames, module)
+    reason = f"the step assigns to `{name}`, a variable outside of it: {_ONCE}"
+    return CaptureError(reason, op=f"assignment to `{name}`", fix=_AFTER_FIX, frames=frames, module=module)
+
+
+def _random_error(frames: tuple[Frame, ...], module: str) -> CaptureError:
+    return CaptureError(
+        "the step draws from a random generator of Python or NumPy, or seeds one of PyTorch: the graph would use the same number forever",
+        fix="draw with torch (torch.rand(()) < p, with torch.where), or outside of the step and pass the number as a tensor",
+        frames=frames,
+        module=module,
+    )
+
+
+def _iterator_error(variable: Variable) -> CaptureError:
+    return CaptureError(
+        f"the step uses the iterator `{variable.name}`, which lives outside of it: {_ONCE}",
+        op=f"iterator `{variable.name}`",
+        fix="take the item before the call, and pass it as an argument",
+        frames=_first_use(variable.name, variable.code),
+    )
+
+
+def _first_use(name: str, code: types.CodeType | None) -> tuple[Frame, ...]:
+    if code is None:
+        return ()
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        line = instruction.starts_line or line
+        if instruction.argval == name and instruction.opname.startswith("LOAD"):
+            return (code_frame(code.co_filename, line, code.co_name),)
+    return next(filter(None, (_first_use(name, c) for c in code.co_consts if isinstance(c, types.CodeType))), ())
+
+
+def kept_error(where: str, frames: tuple[Frame, ...], module: str, op: str = "") -> CaptureError:
     """A tensor of the step is found outside of it when the step has ended."""
     return CaptureError(
         f"a tensor of the step is kept outside of it, in {where}: it has no value while the graph is captured",
@@ -142,28 +205,6 @@ def kept_error(where: str, *, op: str = "", module: str = "", frames: tuple[Fram
         module=module,
         frames=frames,
     )
-
-
-def _line_naming(name: str, code: types.CodeType | None) -> tuple[Frame, ...]:
-    """The line of `code`, or of a function inside it, that stores to `name`, or else the last that reads it."""
-    found = _find_line(name, code) if code is not None else None
-    return () if found is None else (code_frame(found[1].co_filename, found[0], found[1].co_name),)
-
-
-def _find_line(name: str, code: types.CodeType) -> tuple[int, types.CodeType, bool] | None:
-    """(line, code, whether it is a store)."""
-    found: tuple[int, types.CodeType, bool] | None = None
-    line = code.co_firstlineno
-    for instruction in dis.get_instructions(code):
-        line = instruction.starts_line or line
-        if instruction.argval == name and not (found and found[2]):
-            found = (line, code, instruction.opname.startswith(("STORE", "DELETE")))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _find_line(name, constant)
-            if inner is not None and (found is None or (inner[2] and not found[2])):
-                found = inner
-    return found
 
 
 def check_kept(results: list[tuple[weakref.ref[torch.Tensor], OpInfo, str]]) -> None:
@@ -175,7 +216,7 @@ def check_kept(results: list[tuple[weakref.ref[torch.Tensor], OpInfo, str]]) -> 
         tensor = ref()
         if tensor is not None:
             holders = [type(h).__name__ for h in gc.get_referrers(tensor) if not isinstance(h, types.FrameType)]
-            raise kept_error(f"a {holders[0]}" if holders else "native code", op=op, module=info.module, frames=info.source)
+            raise kept_error(f"a {holders[0]}" if holders else "native code", info.source, info.module, op)
 
 
 # NumPy's generator, if NumPy is loaded

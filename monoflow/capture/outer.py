@@ -83,6 +83,8 @@ class Reach:
     def __init__(self, step: Callable[..., Any], state: State) -> None:
         self.variables: list[Variable] = []
         self.holders: list[Holder] = []
+        self.iterators: list[Variable] = []
+        self.generators: list[torch.Generator] = []
         self.mentioned: set[str] = set()
         self._seen: set[int] = set()
         self._owned = {id(m) for root in state.modules.values() for m in root.modules()}
@@ -107,7 +109,10 @@ class Reach:
             self._value("default argument", default, code, depth)
 
     def _variable(self, name: str, read: Callable[[], Any], write: Callable[[Any], None], code: types.CodeType | None, depth: int) -> None:
-        self.variables.append(Variable(name, read, write, code))
+        variable = Variable(name, read, write, code)
+        self.variables.append(variable)
+        if isinstance(read(), Iterator):
+            self.iterators.append(variable)
         self._value(name, read(), code, depth)
 
     def _item(self, name: str, table: dict[str, Any], key: str, code: types.CodeType | None, depth: int) -> None:
@@ -128,6 +133,8 @@ class Reach:
                 self._value(name, part, code, depth)
         elif isinstance(value, (tuple, *_CONTAINERS)):
             self._container(name, value, code, depth)
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
         elif isinstance(value, nn.Module):
             if id(value) not in self._owned:
                 self._module(value)

@@ -73,6 +73,8 @@ class Recorder(TorchDispatchMode):
         self.results: list[tuple[weakref.ref[torch.Tensor], OpInfo, str]] = []
         self.guards: dict[tuple[Any, ...], bool] = {}
         self.failed: tuple[BaseException, CaptureError] | None = None
+        self.refused: CaptureError | None = None
+        self.attributes: list[tuple[str, torch.Tensor, dict[str, Any]]] = []
         self._forward_ops: dict[int, fx.Node] = {}
         self._last_sequence = next_sequence_number() - 1
         self._last_backward: ForwardOp | None = None
@@ -95,6 +97,7 @@ class Recorder(TorchDispatchMode):
         node = self._placeholder(source)
         node.meta["val"] = self.snapshot(fake)
         set_node(fake, node)
+        self.attributes.append((source.name, fake, dict(vars(fake))))
         (self._constants if source.kind == "constant" else self._twins)[id(real)] = fake
         self._kept.append(real)
         return fake
@@ -173,6 +176,7 @@ class Recorder(TorchDispatchMode):
     def forget_tensors(self) -> None:
         """Drops every tensor of the capture, so that whatever is still alive is held by somebody else."""
         self.boundary = None
+        self.attributes.clear()
         self._twins.clear()
         self._constants.clear()
         self.host = {node: value for node, value in self.host.items() if not isinstance(value, torch.Tensor)}
@@ -214,7 +218,8 @@ class Recorder(TorchDispatchMode):
                 fix="write it with a static shape: torch.where(mask, x, 0) in place of x[mask], sums over a mask in place of selecting",
             ) from exc
         except Exception as exc:
-            self.failed = (exc, self.error(f"{target_name(func)} failed: {exc}", op=_describe_call(func, args, kwargs)))
+            reason, op = f"{target_name(func)} failed: {exc}", _describe_call(func, args, kwargs)
+            self.failed = (exc, CaptureError(reason, op=op, module=self.module, frames=stack(until=self.boundary)))
             raise
         node_args = tuple([node for _, node in operands])
         node = self.graph.create_node("call_function", func, node_args, {key: node for key, (_, node) in named.items()})
@@ -374,7 +379,7 @@ class Recorder(TorchDispatchMode):
 
     def info(self, inputs: list[fx.Node]) -> OpInfo:
         frames = stack(until=self.boundary)
-        module = self.module_stack[-1] if self.module_stack else ""
+        module = self.module
         running = current_autograd_node()
         phase: Phase = "forward"
         forward: ForwardOp | None = None
@@ -410,10 +415,16 @@ class Recorder(TorchDispatchMode):
             self._forward_ops[number] = node
         self._last_sequence = max(latest, self._last_sequence)
 
+    @property
+    def module(self) -> str:
+        """The path of the module that is running; "" outside of any."""
+        return self.module_stack[-1] if self.module_stack else ""
+
     def error(self, reason: str, *, op: str = "", fix: str = "") -> CaptureError:
-        frames = stack(until=self.boundary)
-        module = self.module_stack[-1] if self.module_stack else ""
-        return CaptureError(reason, op=op, fix=fix, module=module, frames=frames)
+        """The error to raise for something that cannot be captured. The capture fails even if the step catches it."""
+        error = CaptureError(reason, op=op, fix=fix, module=self.module, frames=stack(until=self.boundary))
+        self.refused = self.refused or error
+        return error
 
 
 def _stand_in_result(function: Callable[..., Any], operands: list[Any]) -> float:
