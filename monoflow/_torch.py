@@ -80,6 +80,10 @@ def copy_hooks(real: torch.Tensor, fake: torch.Tensor) -> None:
         fake.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(real))
 
 
+FLAT_WEIGHTS = "_flat_weights"
+"""Where nn.RNN, LSTM and GRU keep a second list of their weights."""
+
+
 @contextlib.contextmanager
 def flat_weights(module: torch.nn.Module) -> Iterator[None]:
     """nn.RNN, LSTM and GRU keep a second list of their weights; rebuild it for the swapped parameters, then restore it."""

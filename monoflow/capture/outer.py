@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from monoflow._torch import hook_tables, tensor_hooks
+from monoflow._torch import FLAT_WEIGHTS, hook_tables, tensor_hooks
 from monoflow.source import is_user_code
 from monoflow.state import MODULE_TABLES, State
 from monoflow.tree import PLAIN, fingerprint
@@ -86,7 +86,7 @@ class Reach:
         self.iterators: list[Variable] = []
         self.generators: list[torch.Generator] = []
         self.mentioned: set[str] = set()
-        self._seen: set[int] = set()
+        self._seen = {id(swapped) for o in state.optimizers.values() for swapped in (o.state, o.param_groups, *o.param_groups)}
         self._owned = {id(m) for root in state.modules.values() for m in root.modules()}
         self._value("step", step, None, 0)
         for module in dict.fromkeys(m for root in state.modules.values() for m in root.modules()):
@@ -196,7 +196,7 @@ class Reach:
         kind = type(module)
         code = kind.forward.__code__ if isinstance(kind.forward, types.FunctionType) else None
         tensors = {name for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
-        self.holders.append(Holder(kind.__name__, vars(module), code, MODULE_TABLES | tensors, kind, owned))
+        self.holders.append(Holder(kind.__name__, vars(module), code, MODULE_TABLES | tensors | {FLAT_WEIGHTS}, kind, owned))
         if is_user_class(kind):
             self._methods(kind, 1)
             for attribute, value in list(vars(module).items()):
