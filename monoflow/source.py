@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
@@ -92,9 +93,14 @@ def stack_of(frame: FrameType | None, until: FrameType | None = None) -> tuple[F
     return tuple(frames)
 
 
-def user_frame(frames: tuple[Frame, ...]) -> Frame | None:
+def user_frame(frames: Iterable[Frame]) -> Frame | None:
     """The innermost frame of the user's own code, or None when there is none."""
     return next((frame for frame in frames if not frame.library), None)
+
+
+def _is_above_engine(frame: Frame) -> bool:
+    """False for the frame that runs the backward pass; above it in a stack is Python that the engine calls: hooks, recomputation."""
+    return not (frame.library and frame.function == "_engine_run_backward")
 
 
 def is_user_code(filename: str) -> bool:
@@ -128,12 +134,11 @@ class OpInfo:
 
     @property
     def user(self) -> Frame | None:
-        """The user's line: for a backward op the line of its forward op, else the innermost user frame."""
-        if self.forward is not None:
-            found = user_frame(self.forward.source)
-            if found is not None:
-                return found
-        return user_frame(self.source)
+        """The user's line. For an op that the autograd engine runs by itself, that of its forward op; else the innermost user frame."""
+        own = user_frame(itertools.takewhile(_is_above_engine, self.source))
+        if own is None and self.forward is not None:
+            own = user_frame(self.forward.source)
+        return own or user_frame(self.source)
 
     def lines(self) -> Iterator[str]:
         """One header line, then the user's line(s), for printing over the op."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from monoflow.capture import OuterValues, StepGraph, capture
+from monoflow.capture import OuterValues, StepGraph, capture, is_capturing
 from monoflow.compile import choose_backend, compile_graph, compile_guards
 from monoflow.errors import RecompileWarning, StepError
 from monoflow.progress import Progress
@@ -74,6 +74,8 @@ class Step(Generic[P, R]):
         self._last: tuple[Inventory, _Signature, Executor] | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if is_capturing():
+            return self.function(*args, **kwargs)
         leaves, structure, rebuild = flatten((args, kwargs))
         executor = self._find(leaves, structure, rebuild)
         if executor.executable is None:

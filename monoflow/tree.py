@@ -148,6 +148,11 @@ def fingerprint(value: Any) -> Hashable:
     return ByIdentity(value)
 
 
+def same_value(left: Any, right: Any) -> bool:
+    """The same object, or equal plain values of one type."""
+    return left is right or (type(left) in PLAIN and type(left) is type(right) and bool(left == right))
+
+
 def arguments_key(leaves: list[Any], known: Mapping[int, str]) -> Hashable:
     """What a graph depends on of its arguments.
 

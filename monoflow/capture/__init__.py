@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from monoflow.capture.capture import capture
+from monoflow.capture.capture import capture, is_capturing
 from monoflow.capture.graph import Captured, GradientRule, Input, StepGraph, Write
 from monoflow.capture.outer import OuterValues
 from monoflow.capture.verify import verify_graph
 
-__all__ = ["Captured", "GradientRule", "Input", "OuterValues", "StepGraph", "Write", "capture", "verify_graph"]
+__all__ = ["Captured", "GradientRule", "Input", "OuterValues", "StepGraph", "Write", "capture", "is_capturing", "verify_graph"]

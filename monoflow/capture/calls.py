@@ -152,7 +152,7 @@ def python_calls(recorder: Recorder, gradients: Gradients, module_paths: dict[in
 
 def _module_hooks(exits: contextlib.ExitStack, recorder: Recorder, paths: dict[int, str]) -> None:
     def enter(module: torch.nn.Module, args: Any) -> None:
-        if id(module) not in paths and any(module_tables(module)[:2]):
+        if id(module) not in paths and any(tensor is not None for table in module_tables(module)[:2] for tensor in table.values()):
             raise recorder.error(
                 f"a {type(module).__name__} is used in the step that was not given to mf.graph, and is in none of the modules that were",
                 fix="give it: @mf.graph(model, other_module, optimizer)",

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import operator
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,11 +51,20 @@ def capture(step: Callable[..., Any], state: State, leaves: list[Any], rebuild: 
         except BaseException:
             effects.restore()
             raise
-        used = {id(i.entry.tensor) for i in captured.inputs if i.kind == "optimizer" and i.entry is not None}
-        created -= {
-            (id(o), p) for o in state.optimizers.values() for p, values in o.state.items() if any(id(v) in used for v in values.values())
-        }
+        created -= _used_state(captured, state)
     return captured
+
+
+def _used_state(captured: Captured, state: State) -> set[tuple[int, Any]]:
+    """(id(optimizer), parameter) of the optimizer state that the graph uses."""
+    names = {i.name for i in captured.inputs if i.kind == "optimizer"}
+    used = {id(entry.tensor) for entry in state.scan().tensors if entry.kind == "optimizer" and entry.name in names}
+    return {
+        (id(o), p)
+        for o in state.optimizers.values()
+        for p, values in o.state.items()
+        if any(id(value) in used for value in values.values())
+    }
 
 
 class _Changed(Exception):
@@ -62,6 +72,18 @@ class _Changed(Exception):
 
     def __init__(self, change: Change) -> None:
         self.change = change
+
+
+class _Active(threading.local):
+    on = False
+
+
+_active = _Active()
+
+
+def is_capturing() -> bool:
+    """True while a step is being captured in this thread: another step that it calls is then part of it."""
+    return _active.on
 
 
 _HOLE = object()
@@ -135,10 +157,12 @@ class _Attempt:
         swapped = Swapped(self.state, self.inventory, recorder)
         self._state_inputs(swapped, gradients)
         args, kwargs = self.rebuild(self._arguments(gradients))
+        _active.on = True
         try:
             with swapped.active(), python_calls(recorder, gradients, self.state.module_paths()), self.fake_mode, recorder:
                 yield args, kwargs, swapped, gradients
         finally:
+            _active.on = False
             torch.clear_autocast_cache()
 
     def _call(self, args: Any, kwargs: Any) -> Any:
@@ -161,14 +185,14 @@ class _Attempt:
         for entry in self.inventory.tensors:
             if not entry.tensor.is_leaf:  # what a module computed from its parameters before and will compute again (weight_norm)
                 continue
-            fake = self.recorder.tensor_input(Input(entry.name, entry.kind, entry=entry), entry.tensor)
+            fake = self.recorder.tensor_input(Input(entry.name, entry.kind), entry.tensor)
             if entry.kind == "optimizer" and entry.tensor.numel() == 1 and entry.tensor.device.type == "cpu":
                 self.recorder.host_tensor(fake, entry.tensor)
         for entry in self.inventory.tensors:
             if entry.kind == "parameter" and entry.tensor.is_leaf:
-                gradients.add(self._twin(entry.tensor), entry.tensor, entry)
+                gradients.add(self._twin(entry.tensor), entry.tensor, entry.name)
         for number in self.inventory.numbers:
-            traced = self.recorder.number_input(Input(number.name, "number", number=number), number.read())
+            traced = self.recorder.number_input(Input(number.name, "number"), number.read())
             swapped.number(number.place, traced)
 
     def _twin(self, real: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from monoflow.capture.outer import Holder, Reach, Variable, is_user_class
 from monoflow.errors import CaptureError
 from monoflow.source import Frame, OpInfo, code_frame
 from monoflow.state import State
-from monoflow.tree import PLAIN, flatten
+from monoflow.tree import flatten, same_value
 
 _ONCE = "a graph runs no Python, so this would happen once and never again"
 _AFTER_FIX = "do it after the call, from what the step returns; or make it a tensor (a buffer of the module), which the graph updates"
@@ -61,7 +61,7 @@ class SideEffects:
                 yield Change(("holder", position), functools.partial(_holder_error, holder, now, before))
         for position, (variable, value) in enumerate(self.variables):
             now = variable.read()
-            if not _same(now, value):
+            if not same_value(now, value):
                 yield Change(("variable", position), functools.partial(_variable_error, variable.name, now))
         if self._drawn():
             yield Change("random", _random_error)
@@ -72,7 +72,7 @@ class SideEffects:
             if _changed(holder.items(), before):
                 holder.restore(before)
         for variable, value in self.variables:
-            if not _same(variable.read(), value):
+            if not same_value(variable.read(), value):
                 variable.write(value)
         for generator, state in self.generators:
             generator.set_state(state)
@@ -87,24 +87,20 @@ class SideEffects:
             return not all(torch.equal(generator.get_state(), state) for generator, state in self.generators)
 
 
-def _same(left: Any, right: Any) -> bool:
-    return left is right or (isinstance(left, PLAIN) and type(left) is type(right) and bool(left == right))
-
-
 def _changed(now: Any, before: Any) -> bool:
     if len(now) != len(before):
         return True
     if isinstance(now, dict):
-        return any(key not in now or not _same(now[key], value) for key, value in before.items())
+        return any(key not in now or not same_value(now[key], value) for key, value in before.items())
     if isinstance(now, set):
         return bool(now != before)
-    return not all(map(_same, now, before))
+    return not all(map(same_value, now, before))
 
 
 def _new_values(now: Any, before: Any) -> list[tuple[Any, Any]]:
     """(key, value) of what is new in a changed container."""
     if isinstance(now, dict):
-        return [(key, value) for key, value in now.items() if key not in before or not _same(value, before[key])]
+        return [(key, value) for key, value in now.items() if key not in before or not same_value(value, before[key])]
     return [(None, value) for value in now if not any(value is other for other in before)]
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from monoflow._torch import bare_mode
 from monoflow.capture.graph import GradientRule, Input, Store, Write
 from monoflow.capture.recorder import Recorder, node_of
-from monoflow.state import Inventory, TensorEntry
+from monoflow.state import Inventory
 
 
 class SupposedGradientUsed(Exception):
@@ -21,11 +21,10 @@ class SupposedGradientUsed(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """One tensor whose `.grad` is followed: the parameter of `entry`, or argument number `argument`."""
+    """One tensor whose `.grad` is followed: the parameter of that name, or argument number `argument` if it is None."""
 
     fake: torch.Tensor
-    name: str
-    entry: TensorEntry | None
+    parameter: str | None
     argument: int
     untouched: bool = False
     overwritten: bool = False
@@ -33,12 +32,16 @@ class _Tracked:
     entered: torch.Tensor | None = None
     placeholder: fx.Node | None = None
 
+    @property
+    def name(self) -> str:
+        return f"argument_{self.argument}" if self.parameter is None else self.parameter
+
     def rule(self, on_entry: Literal["any", "none", "tensor"]) -> GradientRule:
         cleared = self.fake.grad is None and (self.entered is not None or self.overwritten)
-        return GradientRule(None if self.entry is None else self.entry.name, self.argument, on_entry, cleared)
+        return GradientRule(self.parameter, self.argument, on_entry, cleared)
 
     def write(self) -> Write:
-        store = None if self.entry is None else functools.partial(_gradient_store, self.entry.name)
+        store = None if self.parameter is None else functools.partial(_gradient_store, self.parameter)
         return Write(f"{self.name}.grad", "gradient", store, self.argument)
 
 
@@ -54,17 +57,16 @@ class Gradients:
         self.suppose = suppose
         self.tracked: dict[int, _Tracked] = {}
 
-    def add(self, fake: torch.Tensor, real: torch.Tensor, entry: TensorEntry | None = None, argument: int = -1) -> None:
-        """Follows `.grad` of `fake`, which stands for `real`."""
-        name = f"argument_{argument}" if entry is None else entry.name
-        tracked = self.tracked[id(fake)] = _Tracked(fake, name, entry, argument)
+    def add(self, fake: torch.Tensor, real: torch.Tensor, parameter: str | None = None, argument: int = -1) -> None:
+        """Follows `.grad` of `fake`, which stands for `real`: the parameter of that name, or that argument."""
+        tracked = self.tracked[id(fake)] = _Tracked(fake, parameter, argument)
         if real.grad is not None:
             self._enter(tracked, real.grad)
         else:
             tracked.untouched = fake.requires_grad
 
     def _enter(self, tracked: _Tracked, like: torch.Tensor) -> None:
-        source = Input(f"grad_{tracked.name}", "gradient", index=tracked.argument, entry=tracked.entry)
+        source = Input(f"grad_{tracked.name}", "gradient", index=tracked.argument, parameter=tracked.parameter)
         tracked.fake.grad = tracked.entered = self.recorder.tensor_input(source, like)
         tracked.placeholder = node_of(tracked.entered)
 

@@ -11,27 +11,26 @@ from torch import fx
 
 from monoflow._torch import OpOverload
 from monoflow.source import OpInfo
-from monoflow.state import Inventory, NumberEntry, TensorEntry
+from monoflow.state import Inventory
 
 InputKind = Literal["argument", "parameter", "buffer", "optimizer", "gradient", "number", "constant"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Input:
-    """Where the value of one placeholder comes from.
+    """Where the value of one placeholder comes from. Objects of the state are named, so that a graph can be bound to others.
 
     argument   user argument number `index` of the flattened call
-    parameter, buffer, optimizer   `entry.tensor`, read and updated in place
-    gradient   `.grad` of the parameter `entry.tensor`, or of argument `index` if there is no entry
-    number     `number.read()`
+    parameter, buffer, optimizer   the tensor `name` of the state, read and updated in place
+    gradient   `.grad` of the parameter `parameter`, or of argument number `index` if that is None
+    number     the number `name` of an optimizer, or argument number `index` if that is not negative
     constant   `value`, a tensor that the step refers to from outside (a closure, a literal)
     """
 
     name: str
     kind: InputKind
     index: int = -1
-    entry: TensorEntry | None = None
-    number: NumberEntry | None = None
+    parameter: str | None = None
     value: torch.Tensor | None = None
 
 

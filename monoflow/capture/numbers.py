@@ -161,11 +161,19 @@ class _Arithmetic:
 
 
 class GraphFloat(_Arithmetic, torch.SymFloat):
-    """A float whose value is known when the graph runs."""
+    """A float whose value is known when the graph runs. For `isinstance` it is a float."""
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return float
 
 
 class GraphInt(_Arithmetic, torch.SymInt):
-    """An int whose value is known when the graph runs."""
+    """An int whose value is known when the graph runs. For `isinstance` it is an int."""
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return int
 
 
 def graph_number(recorder: Recorder, node: fx.Node, kind: type[int] | type[float]) -> GraphFloat | GraphInt:

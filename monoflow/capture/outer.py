@@ -31,6 +31,11 @@ _OPAQUE = (torch.Tensor, torch.optim.Optimizer, types.BuiltinFunctionType, types
 _OPEN_LIBRARY_TYPES = (types.SimpleNamespace, argparse.Namespace, LRScheduler, torch.amp.GradScaler)
 """Classes of libraries whose attributes count like those of the user's own: settings, and objects that count steps."""
 
+_UNCALLED = frozenset(
+    ("__init__", "__new__", "__post_init__", "__init_subclass__", "__repr__", "__str__", "__dict__", "__weakref__", "__doc__")
+)
+"""Names in classes that a step does not call on objects that are there already."""
+
 _MAX_DEPTH = 4
 _MAX_ITEMS = 64
 
@@ -86,11 +91,13 @@ class Reach:
         self.iterators: list[Variable] = []
         self.generators: list[torch.Generator] = []
         self.mentioned: set[str] = set()
+        self._kinds: set[type] = set()
         self._seen = {id(swapped) for o in state.optimizers.values() for swapped in (o.state, o.param_groups, *o.param_groups)}
         self._owned = {id(m) for root in state.modules.values() for m in root.modules()}
         self._value("step", step, None, 0)
         for module in dict.fromkeys(m for root in state.modules.values() for m in root.modules()):
             self._module(module, owned=True)
+        self._called_methods()
 
     # Code
 
@@ -157,7 +164,7 @@ class Reach:
         if not (is_user_class(type(value)) or isinstance(value, _OPEN_LIBRARY_TYPES)):
             return
         self._seen.add(id(value))
-        self._methods(type(value), depth)
+        self._kinds.add(type(value))
         if hasattr(value, "__dict__"):
             self.holders.append(Holder(name, vars(value), code, kind=type(value)))
             for attribute, child in list(vars(value).items()):
@@ -167,12 +174,16 @@ class Reach:
                 read, write = functools.partial(getattr, value, attribute, None), functools.partial(setattr, value, attribute)
                 self._variable(f"{name}.{attribute}", read, write, code, depth + 1)
 
-    def _methods(self, kind: type, depth: int) -> None:
-        for owner in kind.__mro__:
-            if is_user_class(owner):
-                for member in list(vars(owner).values()):
-                    if isinstance(member, types.FunctionType):
-                        self._function(member, depth + 1)
+    def _called_methods(self) -> None:
+        """The methods of the objects that were reached, as far as the code names them, until no new name turns up."""
+        known = 0
+        while known < len(self.mentioned) + len(self._kinds):
+            known = len(self.mentioned) + len(self._kinds)
+            for kind in list(self._kinds):
+                for owner in filter(is_user_class, kind.__mro__):
+                    for name, member in list(vars(owner).items()):
+                        if name in self.mentioned or name == "forward" or (name.startswith("__") and name not in _UNCALLED):
+                            self._value(name, getattr(member, "fget", getattr(member, "__func__", member)), None, 1)
 
     def _python_module(self, name: str, value: types.ModuleType, code: types.CodeType | None, depth: int) -> None:
         if code is None or not is_user_code(getattr(value, "__file__", None) or "<built-in>"):
@@ -198,7 +209,7 @@ class Reach:
         tensors = {name for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
         self.holders.append(Holder(kind.__name__, vars(module), code, MODULE_TABLES | tensors | {FLAT_WEIGHTS}, kind, owned))
         if is_user_class(kind):
-            self._methods(kind, 1)
+            self._kinds.add(kind)
             for attribute, value in list(vars(module).items()):
                 if attribute not in MODULE_TABLES:
                     self._value(f"{kind.__name__}.{attribute}", value, code, 1)

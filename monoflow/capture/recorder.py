@@ -445,6 +445,8 @@ def set_node(tensor: torch.Tensor, node: fx.Node) -> None:
 
 
 def _forward_op(node: fx.Node) -> ForwardOp:
+    if node.target is operator.getitem:  # an output of the op
+        node = node.all_input_nodes[0]
     return ForwardOp(node.name, target_name(node.target), node.meta["op"].source)
 
 

@@ -19,6 +19,7 @@ from monoflow.capture.graph import Store, Write
 from monoflow.capture.numbers import GraphFloat, GraphInt
 from monoflow.capture.recorder import Recorder, node_of
 from monoflow.state import Inventory, Kind, Place, State, TensorEntry, optimizer_attributes
+from monoflow.tree import same_value
 
 
 class Swapped:
@@ -190,8 +191,7 @@ def _unchanged(value: Any, frozen: Any) -> bool:
         return isinstance(frozen, tuple) and len(value) == len(frozen) and all(map(_unchanged, value, frozen))
     if isinstance(value, dict):
         return isinstance(frozen, dict) and value.keys() == frozen.keys() and all(_unchanged(value[key], frozen[key]) for key in value)
-    plain = isinstance(value, bool | int | float | str | None) and type(value) is type(frozen)
-    return value is frozen or (plain and value == frozen)
+    return same_value(value, frozen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,12 +47,12 @@ class Executor:
         self._gradients = []
         for position, source in enumerate(self.captured.inputs):
             value: Any = source.value
-            if source.kind in ("parameter", "buffer", "optimizer") and source.entry is not None:
-                value = inventory.entry(source.entry.kind, source.entry.name).tensor
+            if source.kind == "parameter" or source.kind == "buffer" or source.kind == "optimizer":
+                value = inventory.entry(source.kind, source.name).tensor
             elif source.kind == "gradient":
-                self._gradients.append((position, _owner(source.entry and source.entry.name, source.index, inventory)))
-            elif source.number is not None:
-                self._numbers.append((position, numbers[source.number.name]))
+                self._gradients.append((position, _owner(source.parameter, source.index, inventory)))
+            elif source.kind == "number" and source.index < 0:
+                self._numbers.append((position, numbers[source.name]))
             self._values.append(value)
         self._writes = [
             (position, None if write.bind is None else write.bind(inventory), write.argument)
