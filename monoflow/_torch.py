@@ -145,8 +145,8 @@ def fake_mode_of(values: list[Any]) -> FakeTensorMode | None:
     return next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
 
 
-def inductor_compile(module: fx.GraphModule, examples: list[Any]) -> Callable[[list[Any]], Any]:
-    """Compiles a graph of ATen ops with Inductor. The callable takes a list of inputs, which it empties, and returns a tuple.
+def inductor_compile(module: fx.GraphModule, examples: list[Any], strides: list[tuple[int, ...]]) -> Callable[[list[Any]], Any]:
+    """Compiles a graph of ATen ops with Inductor. The callable takes a list of inputs, which it empties, and returns outputs of these strides.
 
     torch._inductor.standalone_compile, which is public, goes through AOTAutograd: a second of tracing and microseconds of wrapper per call for every region,
     to find out what is known here (no autograd, outputs fixed). So its parts are used: functionalization, decompositions, code generation.
@@ -166,5 +166,5 @@ def inductor_compile(module: fx.GraphModule, examples: list[Any]) -> Callable[[l
             decomposed = make_fx(functional, decomposition_table=select_decomp_table())(*examples)
         (output,) = decomposed.graph.find_nodes(op="output")
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-        output.meta["original_output_strides"] = [n.meta["val"].stride() if isinstance(n, fx.Node) else None for n in output.args[0]]
+        output.meta["original_output_strides"] = strides
         return compile_fx_inner(decomposed, examples, is_inference=True)  # type: ignore[return-value]

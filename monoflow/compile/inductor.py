@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from monoflow._torch import FakeTensor, inductor_compile
+from monoflow._torch import FakeTensor, inductor_compile, storage_id
+from monoflow.capture.graph import written_nodes
 from monoflow.compile.backends import Report
 from monoflow.compile.bindings import Bindings
 from monoflow.compile.functionalize import functionalize
 from monoflow.compile.program import Executable, compile_program
 from monoflow.compile.regions import Region, compilable, plan_regions, region_key
 from monoflow.errors import CompileError
+
+
+_aten = torch.ops.aten
 
 
 def compile_inductor(graph: fx.Graph, report: Report) -> Executable:
@@ -68,8 +72,11 @@ def region_graph(region: Region) -> fx.GraphModule:
     for node in region.inputs:
         values[node] = graph.placeholder(node.name)
         values[node].meta["val"] = node.meta["val"]
+    written = {storage_id(n.meta["val"]) for node in region.nodes for n in written_nodes(node)}
     for node in region.nodes:
         values[node] = graph.node_copy(node, values.__getitem__)
+        if node.target is _aten.view.default and storage_id(node.meta["val"]) not in written:
+            values[node].target = _aten.reshape.default  # decompositions may give the viewed value other strides
     graph.output(tuple(values[n] for n in region.outputs))
     return fx.GraphModule(torch.nn.Module(), graph)
 
@@ -77,7 +84,7 @@ def region_graph(region: Region) -> fx.GraphModule:
 def _compile_region(region: Region) -> Callable[..., Any]:
     examples: list[FakeTensor] = [node.meta["val"] for node in region.inputs]
     try:
-        return inductor_compile(region_graph(region), examples)
+        return inductor_compile(region_graph(region), examples, [node.meta["val"].stride() for node in region.outputs])
     except Exception as exc:
         lines = dict.fromkeys(str(node.meta["op"].user) for node in region.nodes)
         raise CompileError(
