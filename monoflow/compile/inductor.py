@@ -30,6 +30,7 @@ def compile_inductor(graph: fx.Graph, report: Report) -> Executable:
     keys = {id(region): region_key(region) for region in regions}
     distinct = len(set(keys.values()))
     compiled: dict[Hashable, Callable[..., Any]] = {}
+    names: dict[Hashable, str] = {}
     program = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -41,8 +42,9 @@ def compile_inductor(graph: fx.Graph, report: Report) -> Executable:
         key = keys[id(part)]
         if key not in compiled:
             report("region", len(compiled) + 1, distinct)
-            compiled[key] = _named(_compile_region(part), f"region_{len(compiled)}")
-        _call_region(program, part, compiled[key], values)
+            compiled[key] = _compile_region(part)
+            names[key] = f"region_{len(names)}"
+        _call_region(program, part, _call_site(compiled[key], part, names[key]), values)
     (output,) = graph.find_nodes(op="output")
     program.output(fx.node.map_arg(output.args[0], values.__getitem__))
     return compile_program(program, Bindings())
@@ -57,12 +59,24 @@ def _call_region(program: fx.Graph, region: Region, function: Callable[..., Any]
         values[node] = item
 
 
-def _named(function: Callable[[list[Any]], Any], name: str) -> Callable[[list[Any]], Any]:
-    def region(values: list[Any]) -> Any:
+def _call_site(function: Callable[[list[Any]], Any], region: Region, name: str) -> Callable[[list[Any]], Any]:
+    """One call of a compiled region. Generated code insists on the strides that capture predicted.
+
+    A few kernels return other strides than their fake versions say (`cat` with an empty tensor); the first call finds such inputs, and every call copies them.
+    """
+    wrong: list[tuple[int, torch.Tensor]] | None = None
+
+    def call(values: list[Any]) -> Any:
+        nonlocal wrong
+        if wrong is None:
+            wrong = [(i, n.meta["val"]) for i, n in enumerate(region.inputs) if n.meta["val"].stride() != values[i].stride()]
+        for position, expected in wrong:
+            value = values[position]
+            values[position] = torch.empty_strided(expected.shape, expected.stride(), dtype=value.dtype, device=value.device).copy_(value)
         return function(values)
 
-    region.__name__ = name
-    return region
+    call.__name__ = name
+    return call
 
 
 def region_graph(region: Region) -> fx.GraphModule:
