@@ -1,19 +1,19 @@
 """`mf.nn.Graph`: the class form of `mf.graph`, with the names of OneFlow's nn.Graph.
 
-    class Train(mf.nn.Graph):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-            self.loss = torch.nn.CrossEntropyLoss()
-            self.add_optimizer(optimizer, lr_sch=scheduler)
+class Train(mf.nn.Graph):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+        self.loss = torch.nn.CrossEntropyLoss()
+        self.add_optimizer(optimizer, lr_sch=scheduler)
 
-        def build(self, x, y):
-            loss = self.loss(self.model(x), y)
-            loss.backward()
-            return loss
+    def build(self, x, y):
+        loss = self.loss(self.model(x), y)
+        loss.backward()
+        return loss
 
-    train = Train()
-    loss = train(x, y)          # forward, loss, backward, optimizer.step(), zero_grad(), scheduler.step()
+train = Train()
+loss = train(x, y)          # forward, loss, backward, optimizer.step(), zero_grad(), scheduler.step()
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from monoflow.errors import StepError
 from monoflow.rewrite import Pass
 from monoflow.state import State
 from monoflow.step import Step
+
 
 class Config:
     """Options of one graph, set before its first call: `backend` ("auto", "aten" or "inductor"), `passes`, `progress`."""
@@ -133,7 +134,9 @@ class Graph:
         for name, module in self._modules.items():
             module.load_state_dict(state_dict[name])
         for owner, saved in zip(
-            itertools.chain(self._optimizers, self._schedulers), itertools.chain(state_dict["optimizers"], state_dict["lr_schedulers"]), strict=True
+            itertools.chain(self._optimizers, self._schedulers),
+            itertools.chain(state_dict["optimizers"], state_dict["lr_schedulers"]),
+            strict=True,
         ):
             owner.load_state_dict(saved)
 

@@ -19,7 +19,7 @@ from monoflow.compile import choose_backend, compile_graph, compile_guards
 from monoflow.errors import RecompileWarning, StepError
 from monoflow.progress import Progress
 from monoflow.rewrite import Pass, apply_passes
-from monoflow.run import Executor
+from monoflow.run import Executor, keep_freed_memory
 from monoflow.state import Inventory, State
 from monoflow.tree import Rebuild, arguments_key, flatten
 
@@ -158,12 +158,17 @@ class Step(Generic[P, R]):
     def _compile(self, executor: Executor) -> None:
         with Progress(self.__name__, self.progress) as progress:
             progress.room(f"compile ({self.backend})")
+            keep_freed_memory()
             executor.executable = compile_graph(executor.captured.graph.graph, self.backend, progress.count)
 
     def _warn(self, signature: _Signature) -> None:
         known = [s for s, executors in self._cache.items() if executors]
         nearest = max(known, key=lambda s: sum(_equal_parts(s, signature)), default=None)
-        changed = "a gradient or a number it branches on" if nearest is None else _difference(nearest, signature, self._outer.names if self._outer else [])
+        changed = (
+            "a gradient or a number it branches on"
+            if nearest is None
+            else _difference(nearest, signature, self._outer.names if self._outer else [])
+        )
         warnings.warn(
             f"step {self.__name__} is captured and compiled for the {self.graphs_made}th time; since the nearest earlier call this changed: {changed}. "
             "Keep it fixed, or pass it as a tensor or float argument; pad batches to a few sizes.",

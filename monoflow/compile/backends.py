@@ -40,7 +40,7 @@ BACKENDS: dict[str, Callable[[fx.Graph, Report], Executable]] = {"aten": _aten, 
 
 
 def choose_backend(name: str) -> str:
-    """"auto" is "inductor" where a C++ compiler is found, else "aten". Raises StepError for an unknown name."""
+    """ "auto" is "inductor" where a C++ compiler is found, else "aten". Raises StepError for an unknown name."""
     if name == "auto":
         return "inductor" if _cpp_compiler() else "aten"
     if name not in BACKENDS:

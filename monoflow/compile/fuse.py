@@ -105,11 +105,18 @@ def fuse_clipping(graph: fx.Graph) -> None:
 
 def _scale_inside(graph: fx.Graph, node: fx.Node) -> None:
     gradients: list[fx.Node] = node.args[1]  # type: ignore[assignment]
-    if not all(g.target is _aten.mul_.Tensor and isinstance(g.args[1], fx.Node) and set(g.users) <= {node, _output(graph)} for g in gradients):
+    if not all(
+        g.target is _aten.mul_.Tensor and isinstance(g.args[1], fx.Node) and set(g.users) <= {node, _output(graph)} for g in gradients
+    ):
         return
     factor: fx.Node = gradients[0].args[1]  # type: ignore[assignment]
     value = factor.meta["val"]
-    if not isinstance(value, torch.Tensor) or value.dim() or value.dtype is not torch.float32 or any(g.args[1] is not factor for g in gradients):
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.dim()
+        or value.dtype is not torch.float32
+        or any(g.args[1] is not factor for g in gradients)
+    ):
         return
     if any(g.args[0] in node.args[1] or g.meta["val"].dtype is not torch.float32 for g in gradients):
         return
@@ -133,7 +140,12 @@ def _match(pattern: Pattern, value: Any, bound: dict[str, Any], matched: list[fx
         return not isinstance(value, fx.Node) and bool(value == pattern)
     target, *arguments = pattern
     named = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
-    if not isinstance(value, fx.Node) or value.target is not target or len(value.args) != len(arguments) or value.kwargs.keys() != named.keys():
+    if (
+        not isinstance(value, fx.Node)
+        or value.target is not target
+        or len(value.args) != len(arguments)
+        or value.kwargs.keys() != named.keys()
+    ):
         return False
     if value not in matched:
         matched.append(value)

@@ -90,9 +90,7 @@ def region_key(region: Region) -> Hashable:
             return tuple(map(local, value))
         return (type(value), str(value))
 
-    ops = tuple(
-        (str(n.target), local(n.args), tuple((k, local(v)) for k, v in n.kwargs.items())) for n in region.nodes
-    )
+    ops = tuple((str(n.target), local(n.args), tuple((k, local(v)) for k, v in n.kwargs.items())) for n in region.nodes)
     return (
         tuple(_tensor_key(n.meta["val"]) for n in region.inputs),
         ops,

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from monoflow.run.executor import Executor
+from monoflow.run.memory import keep_freed_memory
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "keep_freed_memory"]
