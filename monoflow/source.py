@@ -17,8 +17,8 @@ import torch
 
 Phase = Literal["forward", "backward", "update"]
 
-MAX_FRAMES = 24
-"""Frames kept per op, innermost first. Deeper stacks (recursive models) lose their outermost library frames."""
+MAX_LIBRARY_FRAMES = 24
+"""Library frames kept per op, innermost first; the user's own are always kept."""
 
 
 def _directory(path: str) -> str:
@@ -63,14 +63,22 @@ class Frame:
         return f"{self.file}:{self.line}"
 
 
-@functools.lru_cache(maxsize=65536)
-def _frame(file: str, line: int, function: str, library: bool) -> Frame:
-    return Frame(file, line, function, linecache.getline(file, line).strip(), library)
+_frames: dict[tuple[str, int, str], Frame | None] = {}
+"""(file, line, function) -> frame, None for monoflow's own: a step's ops have many frames in common."""
+
+
+def _frame(file: str, line: int, function: str) -> Frame | None:
+    key = (file, line, function)
+    if key not in _frames:
+        kind = _kind(file)
+        text = linecache.getline(file, line).strip()
+        _frames[key] = None if kind == "own" else Frame(file, line, function, text, kind == "library")
+    return _frames[key]
 
 
 def code_frame(file: str, line: int, function: str) -> Frame:
     """A frame for a line that is known from a code object rather than from a running stack."""
-    return _frame(file, line, function, _kind(file) == "library")
+    return Frame(file, line, function, linecache.getline(file, line).strip(), _kind(file) == "library")
 
 
 def stack(depth: int = 1, until: FrameType | None = None) -> tuple[Frame, ...]:
@@ -84,11 +92,14 @@ def stack(depth: int = 1, until: FrameType | None = None) -> tuple[Frame, ...]:
 def stack_of(frame: FrameType | None, until: FrameType | None = None) -> tuple[Frame, ...]:
     """The stack of any running frame; see `stack`."""
     frames: list[Frame] = []
-    while frame is not None and frame is not until and len(frames) < MAX_FRAMES:
+    library = 0
+    while frame is not None and frame is not until:
         code = frame.f_code
-        kind = _kind(code.co_filename)
-        if kind != "own":
-            frames.append(_frame(code.co_filename, frame.f_lineno, code.co_name, kind == "library"))
+        found = _frame(code.co_filename, frame.f_lineno, code.co_name)
+        if found is not None:
+            library += found.library
+            if library <= MAX_LIBRARY_FRAMES or not found.library:
+                frames.append(found)
         frame = frame.f_back
     return tuple(frames)
 

@@ -247,8 +247,9 @@ class _Builder:
                         self.key.append((path, repr(tensor)))
 
     def attributes(self, module: nn.Module, name: str) -> None:
-        """What a module keeps besides parameters and buffers. Tensors are followed like buffers; the rest is baked into the graph,
-        hence part of its key: training, dropout.p, eps, a config and its entries, ...
+        """What a module keeps besides parameters and buffers.
+
+        Tensors are followed like buffers. The rest is baked into the graph, hence part of its key: training, dropout.p, a config, ...
         """
         table = vars(module)
         self.watch.size(table)

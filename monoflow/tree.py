@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -24,45 +25,46 @@ _LEAF = "*"
 _LEAF_TYPES = (torch.Tensor, int, float, str, bytes, type(None), torch.Size, torch.dtype, torch.device, type)
 
 
-def flatten(value: Any) -> tuple[list[Any], Hashable, Rebuild]:
+def flatten(value: Any, objects: bool = False) -> tuple[list[Any], Hashable, Rebuild]:
     """(leaves, structure, rebuild): equal structures have equal layouts; `rebuild(leaves)` makes the nested value again.
 
-    `rebuild` keeps `value` alive; see `rebuilder` for one that does not.
+    With `objects`, other objects that hold tensors in their attributes are opened as well. `rebuild` keeps `value` alive; see `rebuilder`
+    for one that does not.
     """
     leaves: list[Any] = []
-    structure = _collect(value, leaves)
-    return leaves, structure, lambda items: rebuilder(value)(items)
+    structure = _collect(value, leaves, objects)
+    return leaves, structure, lambda items: rebuilder(value, objects)(items)
 
 
-def rebuilder(value: Any) -> Rebuild:
-    """The `rebuild` of `flatten(value)`, which keeps no leaf of it alive."""
-    build = _builder(value)
+def rebuilder(value: Any, objects: bool = False) -> Rebuild:
+    """The `rebuild` of `flatten(value, objects)`, which keeps no leaf of it alive."""
+    build = _builder(value, objects)
     return lambda items: build(iter(items))
 
 
-def _collect(value: Any, leaves: list[Any]) -> Hashable:
+def _collect(value: Any, leaves: list[Any], objects: bool) -> Hashable:
     """Appends the leaves of `value`; returns its structure."""
-    opened = _open(value)
+    opened = _open(value, objects)
     if opened is None:
         leaves.append(value)
         return _LEAF
     children, key, _ = opened
-    return (type(value), key, *[_collect(child, leaves) for child in children])
+    return (type(value), key, *[_collect(child, leaves, objects) for child in children])
 
 
-def _builder(value: Any) -> Callable[[Iterator[Any]], Any]:
-    opened = _open(value)
+def _builder(value: Any, objects: bool) -> Callable[[Iterator[Any]], Any]:
+    opened = _open(value, objects)
     if opened is None:
         return next
     children, _, close = opened
-    builders = [_builder(child) for child in children]
+    builders = [_builder(child, objects) for child in children]
     return lambda items: close([build(items) for build in builders])
 
 
 _Opened = tuple[list[Any], Hashable, Callable[[list[Any]], Any]]
 
 
-def _open(value: Any) -> _Opened | None:
+def _open(value: Any, objects: bool) -> _Opened | None:
     """(children, what else its structure depends on, how to make it of new children); None for a leaf."""
     kind = type(value)
     if kind is tuple or kind is list:
@@ -82,7 +84,19 @@ def _open(value: Any) -> _Opened | None:
         return [getattr(value, name) for name in names], names, _refilling(value, names)
     if isinstance(value, Mapping):
         return list(value.values()), tuple(value), _refilling_mapping(value, tuple(value))
+    if objects and holds_tensors(value):
+        return list(vars(value).values()), tuple(vars(value)), _refilling(value, tuple(vars(value)))
     return None
+
+
+def holds_tensors(value: Any, depth: int = 4) -> bool:
+    """True for a tensor, and for an object or container with a tensor in its attributes or items, a few levels down."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(value, torch.nn.Module | type | types.ModuleType | types.FunctionType):
+        return False
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
+    return any(holds_tensors(item, depth - 1) for item in [*inside, *getattr(value, "__dict__", {}).values()])
 
 
 def _hashable(context: Any) -> Hashable:
@@ -96,7 +110,7 @@ def _hashable(context: Any) -> Hashable:
 
 
 def _refilling(value: Any, names: tuple[str, ...]) -> Callable[[list[Any]], Any]:
-    """Makes copies of a dataclass with other values in its fields, frozen or not, without calling its __init__."""
+    """Makes copies of an object with other values in its attributes, also if it is frozen, without calling its __init__."""
 
     def fill(template: Any, children: list[Any]) -> Any:
         made = copy.copy(template)

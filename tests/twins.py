@@ -114,6 +114,9 @@ def assert_same(got: Any, wanted: Any, where: str = "value") -> None:
     elif dataclasses.is_dataclass(wanted):
         assert type(got) is type(wanted), where
         assert_same(vars(got), vars(wanted), where)
+    elif type(wanted).__eq__ is object.__eq__ and hasattr(wanted, "__dict__") and got is not wanted:
+        assert type(got) is type(wanted), where
+        assert_same(vars(got), vars(wanted), where)
     else:
         equal = got == wanted or (isinstance(wanted, float) and math.isnan(wanted) and math.isnan(got))
         assert type(got) is type(wanted) and equal, f"{where}: {got!r} for {wanted!r}"

@@ -101,7 +101,7 @@ class PythonCalls(TorchFunctionMode):
 
     def _refuse(self, name: str, args: list[Any]) -> None:
         tensor = next(a for a in args if isinstance(a, FakeTensor))
-        if name in ("__bool__", "__float__", "__int__", "__index__") and node_of(tensor) in self.recorder.host:
+        if name in ("__bool__", "__float__", "__int__", "__index__") and node_of(tensor) in self.recorder.known:
             return
         why, fix = _VALUE_READERS[name]
         raise self.recorder.error(why, op=f"Tensor.{name}", fix=fix)
@@ -157,11 +157,11 @@ def _module_hooks(exits: contextlib.ExitStack, recorder: Recorder, paths: dict[i
                 f"a {type(module).__name__} is used in the step that was not given to mf.graph, and is in none of the modules that were",
                 fix="give it: @mf.graph(model, other_module, optimizer)",
             )
-        recorder.module_stack.append(paths.get(id(module), type(module).__name__))
+        recorder.origins.module_stack.append(paths.get(id(module), type(module).__name__))
 
     def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        if recorder.module_stack:  # empty if `enter` has refused the module
-            recorder.module_stack.pop()
+        if recorder.origins.module_stack:  # empty if `enter` has refused the module
+            recorder.origins.module_stack.pop()
 
     hooks = torch.nn.modules.module
     exits.callback(hooks.register_module_forward_pre_hook(enter).remove)
@@ -171,7 +171,7 @@ def _module_hooks(exits: contextlib.ExitStack, recorder: Recorder, paths: dict[i
 def _optimizer_hooks(exits: contextlib.ExitStack, recorder: Recorder) -> None:
     def change_depth(by: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            recorder.optimizer_depth += by
+            recorder.origins.optimizer_depth += by
 
         return hook
 

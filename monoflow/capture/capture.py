@@ -26,7 +26,7 @@ from monoflow.capture.swap import Swapped, fresh_optimizer_state
 from monoflow.capture.verify import verify_graph
 from monoflow.errors import CaptureError
 from monoflow.state import State
-from monoflow.tree import Rebuild, flatten, rebuilder
+from monoflow.tree import Rebuild, flatten, holds_tensors, rebuilder
 
 
 def capture(step: Callable[..., Any], state: State, leaves: list[Any], rebuild: Rebuild, report: Report = no_report) -> Captured:
@@ -108,8 +108,8 @@ class _Attempt:
         with self._prepared(suppose) as (args, kwargs, swapped, gradients):
             given = flatten((args, kwargs))[:2]
             result = self._call(args, kwargs)
-            if recorder.refused is not None:
-                raise recorder.refused  # the step has caught it
+            if recorder.origins.refused is not None:
+                raise recorder.origins.refused  # the step has caught it
             for change in self._changes(effects, given, (args, kwargs)):
                 raise _Changed(change)
             returned, rebuild = self._returned(result)
@@ -131,7 +131,7 @@ class _Attempt:
             def look() -> Change | None:
                 return next((c for c in self._changes(effects, given, (args, kwargs)) if c.what == change.what), None)
 
-            with LineTracer(self.recorder, look) as tracer:
+            with LineTracer(self.recorder.origins, look) as tracer:
                 self._call(args, kwargs)
             if tracer.found is not None:
                 change, *where = tracer.found
@@ -166,14 +166,14 @@ class _Attempt:
             torch.clear_autocast_cache()
 
     def _call(self, args: Any, kwargs: Any) -> Any:
-        self.recorder.boundary = sys._getframe()
+        self.recorder.origins.boundary = sys._getframe()
         try:
             return self.step(*args, **kwargs)
         except CaptureError:
             raise
         except Exception as exc:
-            if self.recorder.refused is not None:
-                raise self.recorder.refused from exc
+            if self.recorder.origins.refused is not None:
+                raise self.recorder.origins.refused from exc
             failed = self.recorder.failed
             if failed is not None and failed[0] is exc:
                 raise failed[1] from exc
@@ -186,8 +186,8 @@ class _Attempt:
             if not entry.tensor.is_leaf:  # what a module computed from its parameters before and will compute again (weight_norm)
                 continue
             fake = self.recorder.tensor_input(Input(entry.name, entry.kind), entry.tensor)
-            if entry.kind == "optimizer" and entry.tensor.numel() == 1 and entry.tensor.device.type == "cpu":
-                self.recorder.host_tensor(fake, entry.tensor)
+            if entry.kind == "optimizer":  # a count of steps, from which numbers are computed
+                self.recorder.known.tensor(self.recorder.value_node(fake), entry.tensor)
         for entry in self.inventory.tensors:
             if entry.kind == "parameter" and entry.tensor.is_leaf:
                 gradients.add(self._twin(entry.tensor), entry.tensor, entry.name)
@@ -214,8 +214,7 @@ class _Attempt:
 
     @staticmethod
     def _check_argument(index: int, leaf: Any) -> None:
-        inside = leaf if isinstance(leaf, list | tuple | set) else getattr(leaf, "__dict__", {}).values()
-        if not isinstance(leaf, torch.nn.Module | type) and any(isinstance(value, torch.Tensor) for value in inside):
+        if holds_tensors(leaf):
             raise CaptureError(
                 f"argument {index} of the step is a {type(leaf).__name__} with tensors in it, which a graph cannot find on later calls",
                 fix="pass the tensors themselves, or in a list, tuple, dict or dataclass",
@@ -241,7 +240,7 @@ class _Attempt:
         """The nodes of what the step returns, and how to make its result of their values."""
         nodes: list[fx.Node] = []
         fixed: list[Any] = []
-        for value in flatten(result)[0]:
+        for value in flatten(result, objects=True)[0]:
             if isinstance(value, torch.Tensor):
                 nodes.append(self.recorder.value_node(value))
             elif isinstance(value, GraphFloat | GraphInt):
@@ -250,7 +249,7 @@ class _Attempt:
                 fixed.append(value)
                 continue
             fixed.append(_HOLE)
-        build = rebuilder(result)
+        build = rebuilder(result, objects=True)
 
         def rebuild(values: list[Any]) -> Any:
             filling = iter(values)
@@ -261,7 +260,7 @@ class _Attempt:
     def _captured(self, rebuild: Rebuild, count: int, writes: tuple[Write, ...], rules: tuple[GradientRule, ...]) -> Captured:
         recorder = self.recorder
         graph = recorder.graph
-        guards = guard_module(recorder)  # first: what only guards need is dead code in the graph
+        guards = guard_module(graph, recorder.known)  # first: what only guards need is dead code in the graph
         graph.eliminate_dead_code(is_effect)
         inputs = _drop_unused(graph, guards, recorder.inputs)
         step_graph = StepGraph(torch.nn.Module(), graph)

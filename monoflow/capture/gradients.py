@@ -78,8 +78,9 @@ class Gradients:
             if fake.grad is None and self.suppose:
                 tracked.supposed = True
                 self._enter(tracked, self._like(fake))
-        if fake.grad is not None:
-            self.recorder.mark_gradient(fake.grad)
+        node = node_of(fake.grad) if fake.grad is not None else None
+        if node is not None:
+            self.recorder.origins.mark_gradient(node)
         return fake.grad
 
     def assigned(self, fake: torch.Tensor) -> None:

@@ -150,6 +150,7 @@ def target_name(target: Any) -> str:
 
 
 def format_call(node: fx.Node) -> str:
+    """The call of a node as text: `aten.mm.default(x, weight)`."""
     args = [repr(a) for a in node.args] + [f"{k}={v!r}" for k, v in node.kwargs.items()]
     return f"{target_name(node.target)}({', '.join(args)})"
 

@@ -7,35 +7,32 @@ from typing import Any
 import torch
 from torch import fx
 
-from monoflow.capture.recorder import Recorder
+from monoflow.capture.known import KnownValues
 
 
-def guard_module(recorder: Recorder) -> fx.GraphModule | None:
-    """A graph over the step's placeholders whose output is True while every comparison comes out as it did at capture.
+def guard_module(graph: fx.Graph, known: KnownValues) -> fx.GraphModule | None:
+    """A graph over the placeholders of `graph` whose outputs are True while every comparison comes out as it did at capture.
 
-    It holds the number ops the comparisons need and, when these read tensors (an optimizer's step counts), all recorded ops on
+    It holds the number ops that the comparisons need and, when these read tensors (an optimizer's step counts), all recorded ops on
     such tensors, run on copies. None when nothing was compared.
     """
-    if not recorder.guards:
+    if not known.guards:
         return None
-    needed = _needed([o for key in recorder.guards for o in key[1:] if isinstance(o, fx.Node)])
-    if needed & recorder.host_tensors:
-        needed |= {n for n in recorder.host_ops if not recorder.host_tensors.isdisjoint(n.all_input_nodes)}
+    needed = _needed([o for key in known.guards for o in key[1:] if isinstance(o, fx.Node)])
+    if needed & known.tensors:
+        needed |= {n for n in known.ops if not known.tensors.isdisjoint(n.all_input_nodes)}
         needed |= _needed(list(needed))
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in recorder.graph.nodes:
-        if node.op == "placeholder":
-            copies[node] = graph.placeholder(node.name)
+    guards = fx.Graph()
+    copies = {node: guards.placeholder(node.name) for node in graph.find_nodes(op="placeholder")}
     for node in list(copies):
-        if node in needed and node in recorder.host_tensors:
-            copies[node] = graph.call_function(torch.clone, (copies[node],))
-    for node in recorder.host_ops:
+        if node in needed and node in known.tensors:
+            copies[node] = guards.call_function(torch.clone, (copies[node],))
+    for node in known.ops:
         if node in needed:
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
-    answers = [_comparison(graph, key, answer, copies) for key, answer in recorder.guards.items()]
-    graph.output(tuple(answers))
-    return fx.GraphModule(torch.nn.Module(), graph)
+            copies[node] = guards.node_copy(node, lambda n: copies[n])
+    answers = [_comparison(guards, key, answer, copies) for key, answer in known.guards.items()]
+    guards.output(tuple(answers))
+    return fx.GraphModule(torch.nn.Module(), guards)
 
 
 def _comparison(graph: fx.Graph, key: tuple[Any, ...], answer: bool, copies: dict[fx.Node, fx.Node]) -> fx.Node:

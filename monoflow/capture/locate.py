@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 from monoflow.capture.effects import Change
-from monoflow.capture.recorder import Recorder
+from monoflow.capture.origin import Origins
 from monoflow.source import Frame, is_user_code, stack_of
 
 
@@ -18,9 +18,9 @@ class LineTracer:
     `found` is what it told, the stack, innermost frame first, and the module that was running; None if it never told anything.
     """
 
-    def __init__(self, recorder: Recorder, look: Callable[[], Change | None]) -> None:
+    def __init__(self, origins: Origins, look: Callable[[], Change | None]) -> None:
         self.found: tuple[Change, tuple[Frame, ...], str] | None = None
-        self._recorder = recorder
+        self._origins = origins
         self._tell = look
         self._last: tuple[tuple[Frame, ...], str] = ((), "")
 
@@ -47,5 +47,5 @@ class LineTracer:
         self._look()
         at = frame.f_back if event == "return" else frame
         if self.found is None and at is not None:
-            self._last = (stack_of(at, self._recorder.boundary), self._recorder.module)
+            self._last = (stack_of(at, self._origins.boundary), self._origins.module)
         return self._line

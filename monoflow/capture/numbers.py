@@ -22,8 +22,6 @@ from torch import fx
 if TYPE_CHECKING:
     from monoflow.capture.recorder import Recorder
 
-Number = int | float
-
 
 class _SymbolNode:
     """The part of PyTorch's SymNode protocol that C++ calls on a number of ours."""
@@ -32,9 +30,6 @@ class _SymbolNode:
         self.recorder = recorder
         self.fx_node = node
         self.kind = kind
-
-    def value(self) -> Number:
-        return self.recorder.concrete(self.fx_node)
 
     def is_int(self) -> bool:
         return self.kind is int
@@ -67,14 +62,10 @@ class _SymbolNode:
         return None
 
     def guard_int(self, file: str, line: int) -> int:
-        return int(self._specialize())
+        return int(self.recorder.concrete(self.fx_node))
 
     def guard_float(self, file: str, line: int) -> float:
-        return float(self._specialize())
-
-    def _specialize(self) -> Number:
-        """Someone needs the value itself: take it, and let the graph hold for this value only."""
-        return self.recorder.guard_equal(self.fx_node)
+        return float(self.recorder.concrete(self.fx_node))
 
     def str(self) -> str:
         return self.fx_node.name
@@ -100,7 +91,7 @@ def _comparison(function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bo
     def method(self: Any, other: Any) -> bool:
         if not isinstance(other, int | float | GraphFloat | GraphInt):
             return NotImplemented
-        return self.node.recorder.guard_compare(function, _operand(self), _operand(other))
+        return self.node.recorder.compare(function, _operand(self), _operand(other))
 
     return method
 
@@ -139,7 +130,7 @@ class _Arithmetic:
     node: _SymbolNode
 
     def __bool__(self) -> bool:
-        return self.node.recorder.guard_compare(operator.ne, self.node.fx_node, 0)
+        return self.node.recorder.compare(operator.ne, self.node.fx_node, 0)
 
     def __hash__(self) -> int:
         return id(self.node)
@@ -151,10 +142,10 @@ class _Arithmetic:
         return self.node.guard_float("", 0)
 
     def __int__(self) -> int:
-        return int(self.node.recorder.guard_equal(self.node.fx_node))
+        return int(self.node.recorder.concrete(self.node.fx_node))
 
     def __index__(self) -> int:
-        return operator.index(self.node.recorder.guard_equal(self.node.fx_node))  # type: ignore[arg-type]
+        return operator.index(self.node.recorder.concrete(self.node.fx_node))  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self
@@ -177,13 +168,9 @@ class GraphInt(_Arithmetic, torch.SymInt):
 
 
 def graph_number(recorder: Recorder, node: fx.Node, kind: type[int] | type[float]) -> GraphFloat | GraphInt:
+    """The number that is the value of `node`."""
     symbol = _SymbolNode(recorder, node, kind)
     return GraphInt(symbol) if kind is int else GraphFloat(symbol)
-
-
-def is_number(value: object) -> bool:
-    """True for plain ints and floats that may change between calls (bools are options, not numbers)."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def symbolic_max(*values: Any) -> Any:

@@ -11,7 +11,6 @@ import operator
 import os
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,20 +25,17 @@ from monoflow._torch import (
     UnsupportedFakeTensorException,
     bare_mode,
     copy_hooks,
-    current_autograd_node,
     fake_alias,
-    next_sequence_number,
     real_tensors,
 )
-from monoflow.capture.graph import Input, describe_value, target_name, written_nodes
+from monoflow.capture.graph import Input, describe_value, target_name
+from monoflow.capture.known import KnownValues, Number
 from monoflow.capture.numbers import GraphFloat, GraphInt, graph_number
+from monoflow.capture.origin import Origins
 from monoflow.errors import CaptureError
-from monoflow.source import ForwardOp, Frame, OpInfo, Phase, stack
+from monoflow.source import OpInfo
 
-_TORCH = os.path.dirname(torch.__file__)
-_OPTIMIZERS = os.path.join(_TORCH, "optim", "")
-_AUTOGRAD_FILES = (os.path.join(_TORCH, "autograd", "__init__.py"), os.path.join(_TORCH, "autograd", "graph.py"))
-_CLIPPING = os.path.join(_TORCH, "nn", "utils", "clip_grad.py")
+_OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim", "")
 
 _NODE = "_monoflow_node"
 
@@ -52,37 +48,37 @@ Report = Callable[[str, int, int], None]
 
 
 def no_report(what: str, done: int, total: int) -> None:
-    pass
+    """A `Report` for nobody."""
 
 
 class Recorder(TorchDispatchMode):
-    """A dispatch mode that builds `graph`. `boundary` is the frame that called the user's step: where its stacks end."""
+    """A dispatch mode that builds `graph`.
+
+    inputs      where the value of each placeholder comes from
+    results     (weak reference, origin, op) of every tensor that an op made
+    attributes  (name, fake, its Python attributes) of every tensor that came from outside
+    failed      (exception, error that names the op) of the last op that failed
+    """
 
     def __init__(self, fake_mode: FakeTensorMode, report: Report) -> None:
         super().__init__()
         self.report = report
         self.fake_mode = fake_mode
-        self.boundary: FrameType | None = None
+        self.origins = Origins()
+        self.known = KnownValues()
         self.graph = fx.Graph()
         self.inputs: list[Input] = []
-        self.module_stack: list[str] = []
-        self.optimizer_depth = 0
-        self.host: dict[fx.Node, Any] = {}
-        self.host_ops: list[fx.Node] = []
-        self.host_tensors: set[fx.Node] = set()
         self.results: list[tuple[weakref.ref[torch.Tensor], OpInfo, str]] = []
-        self.guards: dict[tuple[Any, ...], bool] = {}
-        self.failed: tuple[BaseException, CaptureError] | None = None
-        self.refused: CaptureError | None = None
         self.attributes: list[tuple[str, torch.Tensor, dict[str, Any]]] = []
-        self._forward_ops: dict[int, fx.Node] = {}
-        self._last_sequence = next_sequence_number() - 1
-        self._last_backward: ForwardOp | None = None
-        self._gradients: set[fx.Node] = set()
+        self.failed: tuple[BaseException, CaptureError] | None = None
         self._twins: dict[int, torch.Tensor] = {}
         self._constants: dict[int, torch.Tensor] = {}
         self._kept: list[torch.Tensor] = []
         self._last_placeholder: fx.Node | None = None
+
+    def error(self, reason: str, *, op: str = "", fix: str = "") -> CaptureError:
+        """See `Origins.error`."""
+        return self.origins.error(reason, op=op, fix=fix)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -114,18 +110,12 @@ class Recorder(TorchDispatchMode):
             copy_hooks(real, fake)
         return fake
 
-    def number_input(self, source: Input, value: int | float) -> GraphFloat | GraphInt:
+    def number_input(self, source: Input, value: Number) -> GraphFloat | GraphInt:
+        """A placeholder for a number whose value is known now."""
         node = self._placeholder(source)
         node.meta["val"] = value
-        self.host[node] = value
+        self.known.number(node, value)
         return graph_number(self, node, type(value))
-
-    def host_tensor(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Lets numbers computed from this one-element tensor (an optimizer's step count) be known while tracing."""
-        node = node_of(fake)
-        assert node is not None
-        self.host[node] = real.detach().clone()
-        self.host_tensors.add(node)
 
     def twin_of(self, real: torch.Tensor) -> torch.Tensor | None:
         """The fake twin of a tensor of the state or an argument."""
@@ -141,11 +131,9 @@ class Recorder(TorchDispatchMode):
         return self._constant(tensor)
 
     def _placeholder(self, source: Input) -> fx.Node:
-        anchor = self._last_placeholder
-        where = (
-            self.graph.inserting_after(anchor) if anchor is not None else self.graph.inserting_before(next(iter(self.graph.nodes), None))
-        )
-        with where:
+        after = self._last_placeholder
+        first = next(iter(self.graph.nodes), None)
+        with self.graph.inserting_after(after) if after is not None else self.graph.inserting_before(first):
             node = self.graph.create_node("placeholder", source.name, name=_identifier(source.name))
             node.target = node.name  # names that differ in punctuation only must not become the same argument
         self._last_placeholder = node
@@ -175,11 +163,11 @@ class Recorder(TorchDispatchMode):
 
     def forget_tensors(self) -> None:
         """Drops every tensor of the capture, so that whatever is still alive is held by somebody else."""
-        self.boundary = None
+        self.origins.boundary = None
         self.attributes.clear()
         self._twins.clear()
         self._constants.clear()
-        self.host = {node: value for node, value in self.host.items() if not isinstance(value, torch.Tensor)}
+        self.known.forget_tensors()
 
     # Ops
 
@@ -207,8 +195,8 @@ class Recorder(TorchDispatchMode):
         named = {key: self._operand(value, inputs) for key, value in kwargs.items()}
         if func in _FRESH_CONSTANTS:
             func = torch.ops.aten.lift_fresh_copy.default
-            self._follow_literal(args[0], inputs[0])
-        info = self.info(inputs)
+            self.known.tensor(inputs[0], args[0])
+        info = self.origins.info(inputs)
         try:
             result = (run or func)(*[fake for fake, _ in operands], **{key: fake for key, (fake, _) in named.items()})
         except (DynamicOutputShapeException, UnsupportedFakeTensorException) as exc:
@@ -219,14 +207,14 @@ class Recorder(TorchDispatchMode):
             ) from exc
         except Exception as exc:
             reason, op = f"{target_name(func)} failed: {exc}", _describe_call(func, args, kwargs)
-            self.failed = (exc, CaptureError(reason, op=op, module=self.module, frames=stack(until=self.boundary)))
+            self.failed = (exc, CaptureError(reason, op=op, module=self.origins.module, frames=self.origins.stack()))
             raise
         node_args = tuple([node for _, node in operands])
         node = self.graph.create_node("call_function", func, node_args, {key: node for key, (_, node) in named.items()})
         node.meta["op"] = info
         self.report(info.phase, len(self.graph.nodes), 0)
-        self._name_sequence(node)
-        self._follow_on_host(node)
+        self.origins.recorded(node)
+        self.known.follow(node)
         self._bind(node, result, func, info)
         return result
 
@@ -241,7 +229,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, torch.SymFloat | torch.SymInt):
             node = value.node.fx_node
             inputs.append(node)
-            return self.stand_in(node), node
+            return self.known.stand_in(node), node
         if isinstance(value, list | tuple):
             pairs = [self._operand(v, inputs) for v in value]
             return type(value)([fake for fake, _ in pairs]), type(value)([node for _, node in pairs])
@@ -278,9 +266,7 @@ class Recorder(TorchDispatchMode):
                     continue
                 part = self.graph.call_function(operator.getitem, (node, index))
                 part.meta["op"] = info
-                if node in self.host:
-                    self.host[part] = self.host[node][index]
-                    self.host_ops.append(part)
+                self.known.part(part, node, index)
                 self._bind(part, item, func, info)
                 values.append(part.meta["val"])
             node.meta["val"] = type(result)(values) if isinstance(result, list) else tuple(values)
@@ -294,145 +280,49 @@ class Recorder(TorchDispatchMode):
     # Numbers
 
     def number_op(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> GraphFloat | GraphInt:
+        """Records arithmetic on numbers."""
         node = self.graph.create_node("call_function", function, operands, {})
-        node.meta["op"] = self.info([])
-        if all(o in self.host for o in operands if isinstance(o, fx.Node)):
-            value = function(*(self.host[o] if isinstance(o, fx.Node) else o for o in operands))
-            self.host[node] = value
-            self.host_ops.append(node)
-        else:
-            value = _stand_in_result(function, [self.stand_in(o) if isinstance(o, fx.Node) else o for o in operands])
+        node.meta["op"] = self.origins.info([])
+        node.meta["val"] = value = self.known.arithmetic(node)
+        return graph_number(self, node, type(value))
+
+    def item(self, tensor: torch.Tensor) -> GraphFloat | GraphInt:
+        """`.item()`: a number of the graph for optimizers and their small state tensors, an error anywhere else."""
+        tensor = self._known(tensor)
+        of = self.value_node(tensor)
+        frames = self.origins.stack()
+        if of not in self.known and not (frames and frames[0].file.startswith(_OPTIMIZERS)):
+            raise self.error(
+                "Python asks for the value of a tensor, which does not exist before the graph runs",
+                op="Tensor.item()",
+                fix="return the tensor from the step and read it there; for a choice by value use torch.where",
+            )
+        node = self.graph.create_node("call_function", _ITEM, (of,), {})
+        node.meta["op"] = self.origins.info([of])
+        value = self.known.item(node, of)
+        if value is None:
+            value = 1.0 if tensor.dtype.is_floating_point else 1
         node.meta["val"] = value
         return graph_number(self, node, type(value))
 
-    def stand_in(self, node: fx.Node) -> int | float:
-        """A number to trace with: the true one where it is known, else 1.0 (only its type matters)."""
-        value = self.host.get(node, node.meta.get("val"))
-        return value if isinstance(value, int | float) else 1.0
+    def concrete(self, node: fx.Node) -> Number:
+        """The value of a number that Python needs to go on; the graph is valid for this value only."""
+        self._need(node)
+        return self.known.take(node)
 
-    def concrete(self, node: fx.Node) -> int | float:
-        if node not in self.host:
+    def compare(self, function: Callable[[Any, Any], bool], left: Any, right: Any) -> bool:
+        """The answer to a comparison that Python makes; the graph is valid as long as it is the same."""
+        for operand in (left, right):
+            if isinstance(operand, fx.Node):
+                self._need(operand)
+        return self.known.compare(function, left, right)
+
+    def _need(self, node: fx.Node) -> None:
+        if node not in self.known:
             raise self.error(
                 "Python needs the value of a number that is computed on the device in the step",
                 fix="use torch.where, torch.clamp or another tensor op in place of Python's if, min or max",
             )
-        return self.host[node]
-
-    def item(self, tensor: torch.Tensor) -> Any:
-        """`.item()`: a number of the graph for optimizers and their small state tensors, an error anywhere else."""
-        tensor = self._known(tensor)
-        node = node_of(tensor)
-        frames = stack(until=self.boundary)
-        in_optimizer = bool(frames) and frames[0].file.startswith(_OPTIMIZERS)
-        if node in self.host or in_optimizer:
-            number = self.graph.create_node("call_function", _ITEM, (node,), {})
-            number.meta["op"] = self.info([node])  # type: ignore[list-item]
-            if node in self.host:
-                with real_tensors():
-                    self.host[number] = self.host[node].item()  # type: ignore[index]
-                self.host_ops.append(number)
-                kind = type(self.host[number])
-            else:
-                kind = float if tensor.dtype.is_floating_point else int
-            number.meta["val"] = self.host.get(number, kind(1))
-            return graph_number(self, number, kind)
-        raise self.error(
-            "Python asks for the value of a tensor, which does not exist before the graph runs",
-            op="Tensor.item()",
-            fix="return the tensor from the step and read it there; for a choice by value use torch.where",
-        )
-
-    def guard_compare(self, function: Callable[[Any, Any], bool], left: Any, right: Any) -> bool:
-        values = [self.concrete(o) if isinstance(o, fx.Node) else o for o in (left, right)]
-        answer = bool(function(*values))
-        self.guards[(function, left, right)] = answer
-        return answer
-
-    def guard_equal(self, node: fx.Node) -> int | float:
-        value = self.concrete(node)
-        self.guards[(operator.eq, node, value)] = True
-        return value
-
-    def _follow_literal(self, literal: torch.Tensor, node: fx.Node) -> None:
-        """The value of `torch.tensor(1.0)` is known, for step counts to be raised by it."""
-        if literal.numel() == 1 and literal.device.type == "cpu" and not isinstance(literal, FakeTensor):
-            self.host[node] = literal
-            self.host_tensors.add(node)
-
-    def _follow_on_host(self, node: fx.Node) -> None:
-        """Runs the op on the known values too if all its tensors are known; forgets those it writes otherwise."""
-        inputs = node.all_input_nodes
-        tensors = [n for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
-        if not tensors:
-            return
-        if all(n in self.host for n in inputs):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.host[n])
-            with real_tensors():
-                self.host[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-            self.host_ops.append(node)
-            self.host_tensors.add(node)
-        elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-            for written in written_nodes(node):
-                self.host.pop(written, None)
-
-    # Where
-
-    def info(self, inputs: list[fx.Node]) -> OpInfo:
-        frames = stack(until=self.boundary)
-        module = self.module
-        running = current_autograd_node()
-        phase: Phase = "forward"
-        forward: ForwardOp | None = None
-        if running is not None:
-            phase = "backward"
-            found = self._forward_ops.get(running._sequence_nr())
-            if found is not None:
-                forward = _forward_op(found)
-                module = module or found.meta["op"].module
-                self._last_backward = forward
-            else:
-                forward = self._last_backward
-        elif frames and frames[0].file in _AUTOGRAD_FILES:
-            phase = "backward"
-            roots = [n for n in inputs if "op" in n.meta]
-            if roots:
-                forward = self._last_backward = _forward_op(roots[0])
-                module = roots[0].meta["op"].module
-        elif self.optimizer_depth or _in_library(frames, _CLIPPING) or any(n in self._gradients or _is_update(n) for n in inputs):
-            phase = "update"
-        return OpInfo(frames, module, phase, forward)
-
-    def mark_gradient(self, gradient: torch.Tensor) -> None:
-        """Ops on a parameter's `.grad` outside the autograd engine belong to the update."""
-        node = node_of(gradient)
-        if node is not None:
-            self._gradients.add(node)
-
-    def _name_sequence(self, node: fx.Node) -> None:
-        """Remembers which op the autograd nodes created just before it belong to (autograd counts them)."""
-        latest = next_sequence_number() - 1
-        for number in range(self._last_sequence + 1, latest + 1):
-            self._forward_ops[number] = node
-        self._last_sequence = max(latest, self._last_sequence)
-
-    @property
-    def module(self) -> str:
-        """The path of the module that is running; "" outside of any."""
-        return self.module_stack[-1] if self.module_stack else ""
-
-    def error(self, reason: str, *, op: str = "", fix: str = "") -> CaptureError:
-        """The error to raise for something that cannot be captured. The capture fails even if the step catches it."""
-        error = CaptureError(reason, op=op, fix=fix, module=self.module, frames=stack(until=self.boundary))
-        self.refused = self.refused or error
-        return error
-
-
-def _stand_in_result(function: Callable[..., Any], operands: list[Any]) -> float:
-    """What stands for a number that only the running graph knows."""
-    try:
-        return float(function(*operands))
-    except (ArithmeticError, ValueError):  # 1 / (1 - 1) of stand-ins
-        return 1.0
 
 
 def node_of(tensor: torch.Tensor) -> fx.Node | None:
@@ -441,34 +331,14 @@ def node_of(tensor: torch.Tensor) -> fx.Node | None:
 
 
 def set_node(tensor: torch.Tensor, node: fx.Node) -> None:
+    """`tensor` is from now on the value of `node`."""
     tensor.__dict__[_NODE] = node
-
-
-def _forward_op(node: fx.Node) -> ForwardOp:
-    if node.target is operator.getitem:  # an output of the op
-        node = node.all_input_nodes[0]
-    return ForwardOp(node.name, target_name(node.target), node.meta["op"].source)
 
 
 def _identifier(name: str) -> str:
     """`name` as a Python name: "0.weight" is `_0_weight`."""
     text = "".join(c if c.isalnum() else "_" for c in name)
     return f"_{text}" if text[:1].isdigit() or keyword.iskeyword(text) else text
-
-
-def _is_update(node: fx.Node) -> bool:
-    info = node.meta.get("op")
-    return info is not None and info.phase == "update"
-
-
-def _in_library(frames: tuple[Frame, ...], file: str) -> bool:
-    """True when `file` is among the library frames under the innermost user frame."""
-    for frame in frames:
-        if not frame.library:
-            return False
-        if frame.file == file:
-            return True
-    return False
 
 
 def _keeps_metadata(func: Any) -> bool:
