@@ -21,7 +21,7 @@ def functionalize(graph: fx.Graph, chosen: Callable[[fx.Node], bool]) -> None:
     """Applies both rewrites in place, the first to the `chosen` ops. Results are the same to the bit."""
     for node in graph.find_nodes(op="call_function", target=_aten.empty_like.default):
         _make_independent(graph, node)
-    aliases = _Aliases(graph)
+    aliases = Aliases(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and chosen(node) and aliases.is_private_write(node):
             twin = _functional_twin(node.target)
@@ -40,7 +40,7 @@ def _make_independent(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-class _Aliases:
+class Aliases:
     """Which nodes share memory, by the storage identity of their metadata."""
 
     def __init__(self, graph: fx.Graph) -> None:

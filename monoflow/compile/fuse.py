@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from monoflow.compile.functionalize import Aliases
 
 _aten = torch.ops.aten
 _item = _aten._local_scalar_dense.default
@@ -70,6 +71,11 @@ def fuse_optimizers(graph: fx.Graph) -> None:
         last = max((node for node, _, _ in chains), key=position.__getitem__)
         if all(position[u] > position[last] for node, _, _ in chains for u in node.users):
             _replace(graph, _FUSIONS[key[0]], chains, last)  # type: ignore[index]
+            counts = {n for _, bound, _ in chains for n in bound["step"].users}  # the step counts go on being counted
+            dead = {op for _, _, matched in chains for op in matched if op not in counts}
+            for op in sorted(dead, key=position.__getitem__, reverse=True):
+                if not op.users:
+                    graph.erase_node(op)
 
 
 def _replace(graph: fx.Graph, fusion: _Fusion, chains: list[tuple[fx.Node, dict[str, Any], list[fx.Node]]], last: fx.Node) -> None:
@@ -89,10 +95,6 @@ def _replace(graph: fx.Graph, fusion: _Fusion, chains: list[tuple[fx.Node, dict[
     fused.meta.update(op=last.meta["op"], val=None)
     for node, bound, _ in chains:
         node.replace_all_uses_with(bound["parameter"], delete_user_cb=lambda user: user is not fused)
-    for node, _, matched in chains:
-        for op in matched:  # consumers before their inputs
-            if not op.users and op.target is not _item and (op is node or op.target is not _aten.add_.Tensor or op.args[1] != 1):
-                graph.erase_node(op)
 
 
 def fuse_clipping(graph: fx.Graph) -> None:
@@ -105,32 +107,32 @@ def fuse_clipping(graph: fx.Graph) -> None:
 
 def _scale_inside(graph: fx.Graph, node: fx.Node) -> None:
     gradients: list[fx.Node] = node.args[1]  # type: ignore[assignment]
-    if not all(
-        g.target is _aten.mul_.Tensor and isinstance(g.args[1], fx.Node) and set(g.users) <= {node, _output(graph)} for g in gradients
-    ):
+    aliases = Aliases(graph)
+    factors = {_clipping_factor(gradient) for gradient in gradients}
+    if len(factors) != 1 or None in factors or not all(map(aliases.is_private_write, gradients)):
         return
-    factor: fx.Node = gradients[0].args[1]  # type: ignore[assignment]
-    value = factor.meta["val"]
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.dim()
-        or value.dtype is not torch.float32
-        or any(g.args[1] is not factor for g in gradients)
-    ):
+    allowed = {node, next(iter(reversed(graph.nodes)))}
+    if not all(allowed.issuperset(gradient.users) for gradient in gradients):
         return
-    if any(g.args[0] in node.args[1] or g.meta["val"].dtype is not torch.float32 for g in gradients):
-        return
+    factor: Any = factors.pop()
     with graph.inserting_before(node):
         scale = graph.call_function(_aten.reciprocal.default, (factor,))
-    scale.meta.update(op=node.meta["op"], val=value)
+    scale.meta.update(op=node.meta["op"], val=factor.meta["val"])
     node.kwargs = {**node.kwargs, "grad_scale": scale}
     for gradient in dict.fromkeys(gradients):
         gradient.replace_all_uses_with(gradient.args[0])  # type: ignore[arg-type]
         graph.erase_node(gradient)
 
 
-def _output(graph: fx.Graph) -> fx.Node:
-    return next(iter(reversed(graph.nodes)))
+def _clipping_factor(gradient: fx.Node) -> fx.Node | None:
+    """The float32 scalar tensor that the gradient is multiplied by in place, or None."""
+    if gradient.target is not _aten.mul_.Tensor or gradient.meta["val"].dtype is not torch.float32:
+        return None
+    factor = gradient.args[1]
+    value = factor.meta["val"] if isinstance(factor, fx.Node) else None
+    if not isinstance(factor, fx.Node) or not isinstance(value, torch.Tensor):
+        return None
+    return factor if value.dim() == 0 and value.dtype is torch.float32 else None
 
 
 def _match(pattern: Pattern, value: Any, bound: dict[str, Any], matched: list[fx.Node]) -> bool:
