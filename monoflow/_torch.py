@@ -68,7 +68,7 @@ def hook_tables(module: torch.nn.Module) -> tuple[dict[int, Any], ...]:
 
 def tensor_hooks(tensor: torch.Tensor) -> tuple[dict[int, Any] | None, dict[int, Any] | None]:
     """The hooks registered on a leaf: by register_hook, and by register_post_accumulate_grad_hook. None where there never was one."""
-    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
 
 
 def copy_hooks(real: torch.Tensor, fake: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ def flat_weights(module: torch.nn.Module) -> Iterator[None]:
 
 def has_lazy_parameters(module: torch.nn.Module) -> bool:
     """True when a parameter of the module has no shape yet (torch.nn.Lazy*)."""
-    return any(isinstance(p, torch.nn.parameter.UninitializedTensorMixin) for p in module.parameters(recurse=True))
+    return any(torch.nn.parameter.is_lazy(p) for p in module.parameters(recurse=True))
 
 
 def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

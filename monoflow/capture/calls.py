@@ -58,8 +58,8 @@ _VALUE_READERS: dict[str, tuple[str, str]] = {
 }
 """Name of a call that needs values -> (why it cannot be captured, what to write instead)."""
 
-_GET_GRAD = torch.Tensor.grad.__get__
-_SET_GRAD = torch.Tensor.grad.__set__
+_GRAD: Any = torch.Tensor.grad
+_GET_GRAD, _SET_GRAD = _GRAD.__get__, _GRAD.__set__
 
 
 class PythonCalls(TorchFunctionMode):

@@ -134,8 +134,8 @@ class _Attempt:
             with LineTracer(self.recorder.origins, look) as tracer:
                 self._call(args, kwargs)
             if tracer.found is not None:
-                change, *where = tracer.found
-                return change.error(*where)
+                found, frames, module = tracer.found
+                return found.error(frames, module)
         return change.error((), "")
 
     def _changes(self, effects: SideEffects, given: tuple[list[Any], Any], arguments: Any) -> Iterator[Change]:

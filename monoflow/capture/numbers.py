@@ -154,17 +154,13 @@ class _Arithmetic:
 class GraphFloat(_Arithmetic, torch.SymFloat):
     """A float whose value is known when the graph runs. For `isinstance` it is a float."""
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
-        return float
+    __class__ = property(lambda self: float)
 
 
 class GraphInt(_Arithmetic, torch.SymInt):
     """An int whose value is known when the graph runs. For `isinstance` it is an int."""
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
-        return int
+    __class__ = property(lambda self: int)
 
 
 def graph_number(recorder: Recorder, node: fx.Node, kind: type[int] | type[float]) -> GraphFloat | GraphInt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import fx
@@ -56,7 +57,7 @@ class Origins:
     def info(self, inputs: list[fx.Node]) -> OpInfo:
         """The origin of an op that runs now on these inputs."""
         frames = self.stack()
-        running = current_autograd_node()
+        running: Any = current_autograd_node()
         if running is not None:
             return self._in_backward(frames, self._forward_ops.get(running._sequence_nr()))
         if frames and frames[0].file in _AUTOGRAD_FILES:  # what starts a backward pass: the gradient of the loss by itself

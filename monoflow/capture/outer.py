@@ -272,10 +272,17 @@ def _global_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(names.union(*(_global_names(c) for c in code.co_consts if isinstance(c, types.CodeType))))
 
 
-@functools.lru_cache(maxsize=4096)
-def is_user_class(kind: type) -> bool:
+def is_user_class(kind: type[Any]) -> bool:
     """True for a class that is defined in the user's code."""
-    return is_user_code(getattr(sys.modules.get(kind.__module__), "__file__", None) or f"<frozen {kind.__module__}>")
+    return _is_user_module(kind.__module__)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_user_module(name: str) -> bool:
+    if name == "__main__":  # a script, a notebook
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and is_user_code(file)
 
 
 def _slots(kind: type) -> Iterator[str]:

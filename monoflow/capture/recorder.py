@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
             fake = self.fake_mode.from_tensor(real.detach())  # detached: else its .grad and its base would be made too
             fake.requires_grad = real.requires_grad
             if isinstance(real, torch.nn.Parameter):
-                fake._is_param = True  # type: ignore[attr-defined]
+                fake._is_param = True
         fake.__dict__.update(real.__dict__)
         if real.requires_grad and real.is_leaf:
             copy_hooks(real, fake)
