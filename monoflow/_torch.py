@@ -27,6 +27,9 @@ from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _nn as nn_functions
 from torch._C import _VariableFunctions as variable_functions
 
+# True for what torch.func's transforms put around a tensor; its type is plain torch.Tensor, so that nothing public tells.
+from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
+
 # The type of torch.ops.aten.mm.default: what the targets of a graph are.
 from torch._ops import OpOverload
 

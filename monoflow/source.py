@@ -104,6 +104,21 @@ def stack_of(frame: FrameType | None, until: FrameType | None = None) -> tuple[F
     return tuple(frames)
 
 
+def raised_at(exc: BaseException, after: FrameType | None = None) -> tuple[Frame, ...]:
+    """The stack at which `exc` was raised, innermost first; below the frame `after`, if the exception passed it."""
+    frames: list[Frame] = []
+    step = exc.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        found = _frame(code.co_filename, step.tb_lineno, code.co_name)
+        if step.tb_frame is after:
+            frames.clear()
+        elif found is not None:
+            frames.append(found)
+        step = step.tb_next
+    return tuple(reversed(frames))
+
+
 def user_frame(frames: Iterable[Frame]) -> Frame | None:
     """The innermost frame of the user's own code, or None when there is none."""
     return next((frame for frame in frames if not frame.library), None)

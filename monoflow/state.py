@@ -151,6 +151,8 @@ class State:
             table[label or f"{default}{len(table) or ''}"] = value
 
     def _table(self, value: object) -> tuple[dict[str, Any], str]:
+        if isinstance(value, torch.jit.ScriptModule):
+            raise StepError("a torch.jit module runs no Python that could be captured. Give mf.graph the module that it was made from.")
         if isinstance(value, nn.Module):
             return self.modules, "model"
         if isinstance(value, torch.optim.LBFGS):

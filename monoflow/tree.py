@@ -49,7 +49,8 @@ def _collect(value: Any, leaves: list[Any], objects: bool) -> Hashable:
         leaves.append(value)
         return _LEAF
     children, key, _ = opened
-    return (type(value), key, *[_collect(child, leaves, objects) for child in children])
+    kind: Any = type(value)
+    return (kind, key, *[_collect(child, leaves, objects) for child in children])
 
 
 def _builder(value: Any, objects: bool) -> Callable[[Iterator[Any]], Any]:

@@ -139,6 +139,18 @@ def inner_loop_of_maml(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Ten
     return outer
 
 
+def per_sample_gradients(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    def loss_of(weights: Any, row: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, weights, (row[None],)), label[None])
+
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return torch.func.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))(weights, x, y)
+
+
+def forward_mode(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return torch.func.jvp(model, (x,), (torch.ones_like(x),))
+
+
 def functional_gradient(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
     def loss_of(weights: Any) -> torch.Tensor:
         return F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y)
@@ -158,6 +170,9 @@ BODIES = [
     gradient_penalty,
     hessian_vector_product,
     inner_loop_of_maml,
+    functional_gradient,
+    per_sample_gradients,
+    forward_mode,
 ]
 
 

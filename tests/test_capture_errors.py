@@ -707,6 +707,60 @@ def test_lazy_modules() -> None:
         step(torch.ones(2, 4))
 
 
+def test_scripted_modules() -> None:
+    with pytest.warns(DeprecationWarning):
+        model = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(mf.errors.StepError, match=r"torch\.jit"):
+        mf.graph(model)
+
+
+def test_padding_left_out_by_the_encoder() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+
+    @mf.graph(encoder, backend="aten", progress=False)
+    @torch.no_grad()
+    def step(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return encoder(x, src_key_padding_mask=mask)
+
+    with pytest.raises(mf.errors.CaptureError, match="enable_nested_tensor=False"):
+        step(torch.randn(2, 3, 8), torch.tensor([[False] * 3, [False, True, True]]))
+
+
+def test_what_pytorch_cannot_trace() -> None:
+    @mf.graph(backend="aten", progress=False)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged).sum()  # MARK: nested tensor
+
+    with pytest.raises(mf.errors.CaptureError, match="cannot trace") as caught:
+        step(torch.ones(2, 2))
+    assert caught.value.frame is not None and caught.value.frame.line == marked(__file__, "nested tensor")[0]
+
+
+def test_a_printed_number() -> None:
+    @mf.graph(backend="aten", progress=False)
+    def step(x: torch.Tensor, rate: float) -> torch.Tensor:
+        print(f"{rate:.2f}")  # MARK: rate
+        return x * rate
+
+    with pytest.raises(mf.errors.CaptureError, match="printed") as caught:
+        step(torch.ones(2), 0.5)
+    assert caught.value.frame is not None and caught.value.frame.line == marked(__file__, "rate")[0]
+
+
+@pytest.mark.parametrize("op", ["ctc", "packed"])
+def test_lengths_given_as_tensors(op: str) -> None:
+    lstm = nn.LSTM(4, 5)
+
+    @mf.graph(lstm, backend="aten", progress=False)
+    def step(x: torch.Tensor, lengths: torch.Tensor) -> Any:
+        if op == "ctc":
+            return F.ctc_loss(x.log_softmax(-1), torch.ones(2, 3, dtype=torch.long), lengths, lengths - 1)
+        return lstm(nn.utils.rnn.pack_padded_sequence(x, lengths))[0].data
+
+    with pytest.raises(mf.errors.CaptureError, match="tuples of ints" if op == "ctc" else "mask its output"):
+        step(torch.randn(6, 2, 4), torch.tensor([6, 4]))
+
+
 def test_numpy_arguments() -> None:
     step = mf.graph(backend="aten", progress=False)(lambda x: x)
     with pytest.raises(mf.errors.StepError, match=r"torch\.as_tensor"):

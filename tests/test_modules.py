@@ -274,6 +274,72 @@ def test_embedding_bag() -> None:
     compare(classifier(make), [(torch.randint(0, 7, (6, 5), generator=generator), torch.tensor([0, 1, 2, 0, 1, 2])) for _ in range(3)])
 
 
+def test_batch_norm_that_averages_over_all_batches() -> None:
+    """The count of batches, a tensor, becomes a number of the graph."""
+    compare(classifier(lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 3))), batches(5))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_fused_attention_in_evaluation(masked: bool) -> None:
+    """PyTorch's attention layers run other kernels without gradients, and ask whether anybody overrides torch functions before."""
+
+    def setup() -> Setup:
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, enable_nested_tensor=False).eval()
+        attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+
+        def step(x: torch.Tensor, mask: torch.Tensor | None) -> Any:
+            with torch.no_grad():
+                return encoder(x, src_key_padding_mask=mask), attention(x, x, x, key_padding_mask=mask)
+
+        return Setup(step, (encoder, attention))
+
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if masked else None
+    compare(setup, [(torch.randn(2, 5, 8), mask) for _ in range(2)])
+
+
+def test_modes_switched_inside_the_step() -> None:
+    def setup() -> Setup:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            model.eval()
+            with torch.no_grad():
+                target = model(x).softmax(-1)
+            model.train()
+            loss = F.cross_entropy(model(x), target)
+            model.zero_grad()
+            loss.backward()
+            return loss
+
+        return Setup(step, (model,))
+
+    compare(setup, batches(3))
+
+
+def test_a_compiled_model() -> None:
+    """What torch.compile has wrapped is captured as if it were not."""
+
+    def setup() -> Setup:
+        model = nn.Linear(4, 3)
+        compiled = torch.compile(model)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = F.cross_entropy(compiled(x), y)
+            model.zero_grad()
+            loss.backward()
+            return loss
+
+        return Setup(step, (compiled,))
+
+    torch.manual_seed(0)
+    plain, other = setup(), setup()
+    other.state[0].load_state_dict(plain.state[0].state_dict())
+    step = other.graph()
+    for x, y in batches(2):
+        with torch.compiler.set_stance("force_eager"):
+            assert_same(step(x, y), plain.step(x, y))
+
+
 # What a step takes and returns
 
 

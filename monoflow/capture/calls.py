@@ -7,7 +7,7 @@ traced twins (code may hold them from before), and turns what a graph cannot do 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,6 +54,10 @@ _VALUE_READERS: dict[str, tuple[str, str]] = {
     ),
     "equal": ("torch.equal asks for the values of two tensors", "use (a == b).all() and torch.where"),
     "allclose": ("torch.allclose asks for the values of two tensors", "use torch.isclose(a, b).all() and torch.where"),
+    "_nested_tensor_from_mask_left_aligned": (
+        "nn.TransformerEncoder looks at the values of its padding mask, to leave padding out",
+        "make it with enable_nested_tensor=False",
+    ),
     "is_nonzero": ("Python branches on the value of a tensor", _BRANCH_FIX),
 }
 """Name of a call that needs values -> (why it cannot be captured, what to write instead)."""
@@ -89,6 +93,8 @@ class PythonCalls(TorchFunctionMode):
             return None
         elif func in _FUSED:
             return self._fused(_FUSED[func], args, kwargs)
+        elif func is torch.nn.functional.batch_norm and isinstance(kwargs.get("momentum"), GraphFloat):
+            kwargs["momentum"] = self.recorder.token(kwargs["momentum"])
         return func(*args, **kwargs)
 
     def _traced(self, value: Any) -> Any:
@@ -143,11 +149,28 @@ def python_calls(recorder: Recorder, gradients: Gradients, module_paths: dict[in
         _optimizer_hooks(exits, recorder)
         for module in value_comparing_optimizers:
             exits.enter_context(_replaced(module, max=symbolic_max, min=symbolic_min))
+        exits.enter_context(_replaced(torch.overrides, has_torch_function=_overrides))
+        exits.enter_context(_replaced(torch.nn.modules.batchnorm, float=_number_reader(recorder)))
         _random_state(exits, recorder)
         exits.enter_context(torch.compiler.set_stance("force_eager"))
         exits.enter_context(torch.autograd.set_multithreading_enabled(False))
         exits.enter_context(PythonCalls(recorder, gradients))
         yield
+
+
+def _overrides(tensors: Iterable[Any]) -> bool:
+    """`has_torch_function` as without our mode: attention layers ask it whether they may run their fused kernels."""
+    plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    return any(type(t) not in plain and getattr(t, "__torch_function__", None) is not None for t in tensors)
+
+
+def _number_reader(recorder: Recorder) -> Callable[[Any], Any]:
+    """`float` that makes a tensor a number of the graph: a batch norm without momentum averages by its count of batches."""
+
+    def read(value: Any) -> Any:
+        return recorder.number_of(recorder.traced(value)) if isinstance(value, torch.Tensor) else float(value)
+
+    return read
 
 
 def _module_hooks(exits: contextlib.ExitStack, recorder: Recorder, paths: dict[int, str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from monoflow.capture.recorder import Recorder, Report, no_report
 from monoflow.capture.swap import Swapped, fresh_optimizer_state
 from monoflow.capture.verify import verify_graph
 from monoflow.errors import CaptureError
+from monoflow.source import raised_at
 from monoflow.state import State
 from monoflow.tree import Rebuild, flatten, holds_tensors, rebuilder
 
@@ -85,6 +87,9 @@ def is_capturing() -> bool:
     """True while a step is being captured in this thread: another step that it calls is then part of it."""
     return _active.on
 
+
+_TRACING = tuple(os.path.join(os.path.dirname(torch.__file__), part, "") for part in ("_subclasses", "fx", "nested"))
+"""Parts of PyTorch whose errors while a step is captured are about tracing, not about the step."""
 
 _HOLE = object()
 """Where a value of the graph goes in a result; other leaves of it are the same on every call."""
@@ -177,6 +182,11 @@ class _Attempt:
             failed = self.recorder.failed
             if failed is not None and failed[0] is exc:
                 raise failed[1] from exc
+            frames = raised_at(exc, self.recorder.origins.boundary)
+            if frames and frames[0].file.startswith(_TRACING):
+                raise CaptureError(
+                    f"PyTorch cannot trace this: {type(exc).__name__}: {exc}", module=self.recorder.origins.module, frames=frames
+                ) from exc
             raise
 
     # Inputs

@@ -138,6 +138,15 @@ class _Arithmetic:
     def __repr__(self) -> str:
         return f"<number {self.node.fx_node.name}>"
 
+    def __str__(self) -> str:
+        raise self.node.recorder.error(
+            "a number of the step (a learning rate, a float argument) is printed, but the graph prints nothing when it runs",
+            fix="print it before or after the call",
+        )
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
     def __float__(self) -> float:
         return self.node.guard_float("", 0)
 

@@ -7,6 +7,7 @@ and optimizer ops alike; values of the graph are the fake tensors that came out 
 from __future__ import annotations
 
 import keyword
+import math
 import operator
 import os
 import weakref
@@ -26,6 +27,7 @@ from monoflow._torch import (
     bare_mode,
     copy_hooks,
     fake_alias,
+    is_transformed,
     real_tensors,
 )
 from monoflow.capture.graph import Input, describe_value, target_name
@@ -42,6 +44,13 @@ _NODE = "_monoflow_node"
 _FRESH_CONSTANTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift.default)
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
+
+_STATIC_FIX = "write it with a static shape: torch.where(mask, x, 0) in place of x[mask], sums over a mask in place of selecting"
+_STATIC_FIXES = {
+    "aten._ctc_loss.Tensor": "pass input_lengths and target_lengths as tuples of ints",
+    "aten._pack_padded_sequence.default": "run the layer on the padded batch, and mask its output",
+}
+"""What to write instead of an op whose result has a shape that depends on values."""
 
 Report = Callable[[str, int, int], None]
 """Told how far a capture is: (phase, ops recorded, 0)."""
@@ -74,6 +83,7 @@ class Recorder(TorchDispatchMode):
         self._twins: dict[int, torch.Tensor] = {}
         self._constants: dict[int, torch.Tensor] = {}
         self._kept: list[torch.Tensor] = []
+        self._tokens: dict[float, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
 
     def error(self, reason: str, *, op: str = "", fix: str = "") -> CaptureError:
@@ -126,8 +136,8 @@ class Recorder(TorchDispatchMode):
         twin = self._twins.get(id(tensor))
         if twin is not None:
             return twin
-        if isinstance(tensor, FakeTensor) or (tensor.requires_grad and torch.is_grad_enabled()):
-            return tensor  # the latter is an error if an op uses it; see _constant
+        if isinstance(tensor, FakeTensor) or is_transformed(tensor) or (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor  # the last is an error if an op uses it; see _constant
         return self._constant(tensor)
 
     def _placeholder(self, source: Input) -> fx.Node:
@@ -203,7 +213,7 @@ class Recorder(TorchDispatchMode):
             raise self.error(
                 f"the shape of the result of {target_name(func)} depends on the values in its input",
                 op=str(func),
-                fix="write it with a static shape: torch.where(mask, x, 0) in place of x[mask], sums over a mask in place of selecting",
+                fix=_STATIC_FIXES.get(target_name(func), _STATIC_FIX),
             ) from exc
         except Exception as exc:
             reason, op = f"{target_name(func)} failed: {exc}", _describe_call(func, args, kwargs)
@@ -233,6 +243,10 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, list | tuple):
             pairs = [self._operand(v, inputs) for v in value]
             return type(value)([fake for fake, _ in pairs]), type(value)([node for _, node in pairs])
+        if self._tokens and isinstance(value, float) and value in self._tokens:
+            node = self._tokens[value]
+            inputs.append(node)
+            return value, node
         return value, value
 
     def _known(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -288,15 +302,18 @@ class Recorder(TorchDispatchMode):
 
     def item(self, tensor: torch.Tensor) -> GraphFloat | GraphInt:
         """`.item()`: a number of the graph for optimizers and their small state tensors, an error anywhere else."""
-        tensor = self._known(tensor)
-        of = self.value_node(tensor)
         frames = self.origins.stack()
-        if of not in self.known and not (frames and frames[0].file.startswith(_OPTIMIZERS)):
+        if self.value_node(tensor) not in self.known and not (frames and frames[0].file.startswith(_OPTIMIZERS)):
             raise self.error(
                 "Python asks for the value of a tensor, which does not exist before the graph runs",
                 op="Tensor.item()",
                 fix="return the tensor from the step and read it there; for a choice by value use torch.where",
             )
+        return self.number_of(tensor)
+
+    def number_of(self, tensor: torch.Tensor) -> GraphFloat | GraphInt:
+        """The value of a tensor as a number of the graph, known now or only when it runs."""
+        of = self.value_node(tensor)
         node = self.graph.create_node("call_function", _ITEM, (of,), {})
         node.meta["op"] = self.origins.info([of])
         value = self.known.item(node, of)
@@ -304,6 +321,12 @@ class Recorder(TorchDispatchMode):
             value = 1.0 if tensor.dtype.is_floating_point else 1
         node.meta["val"] = value
         return graph_number(self, node, type(value))
+
+    def token(self, number: GraphFloat) -> float:
+        """A float that stands for a number which is only known when the graph runs, in an op that takes plain floats alone."""
+        token = 1e-3 + 1e-9 * math.pi * (1 + len(self._tokens))
+        self._tokens[token] = number.node.fx_node
+        return token
 
     def concrete(self, node: fx.Node) -> Number:
         """The value of a number that Python needs to go on; the graph is valid for this value only."""
