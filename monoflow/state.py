@@ -67,7 +67,10 @@ class NumberEntry:
 
     def fits(self) -> bool:
         """True when the number now in its place can still be passed as this kind (an int does for a float)."""
-        value = self.place.read()
+        try:
+            value = self.place.read()
+        except (LookupError, TypeError):
+            return False
         return isinstance(value, int) and not isinstance(value, bool) if self.kind is int else _is_number(value)
 
     def read(self) -> int | float:
@@ -87,11 +90,12 @@ def optimizer_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 class _Watch:
-    """Container entries whose identity must not change between calls."""
+    """Container entries whose identity must not change between calls, and containers that must keep their size."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[Any, Any]] = []
         self.values: list[Any] = []
+        self.empty: list[Any] = []
         self.sized: list[Any] = []
         self.sizes: list[int] = []
 
@@ -100,12 +104,18 @@ class _Watch:
         self.values.append(container[key])
 
     def size(self, container: Any) -> None:
-        self.sized.append(container)
-        self.sizes.append(len(container))
+        if container:
+            self.sized.append(container)
+            self.sizes.append(len(container))
+        else:
+            self.empty.append(container)
 
     def unchanged(self) -> bool:
+        """Run before each call; most tables of most modules (hooks) are empty, which is cheap to see."""
+        if any(self.empty) or list(map(len, self.sized)) != self.sizes:
+            return False
         try:
-            return all(map(operator.is_, [c[k] for c, k in self.pairs], self.values)) and list(map(len, self.sized)) == self.sizes
+            return all(map(operator.is_, [c[k] for c, k in self.pairs], self.values))
         except (KeyError, IndexError):
             return False
 
@@ -320,7 +330,8 @@ class _Builder:
         elif _is_number(value):
             self.number(name, Place(container, key), value)
         elif isinstance(value, tuple):
-            self.watch.entry(container, key)
+            if not all(map(_is_number, value)):  # else it may be replaced: schedulers make new betas
+                self.watch.entry(container, key)
             for index, item in enumerate(value):
                 if isinstance(item, torch.Tensor):
                     self.tensor(f"{name}.{index}", "optimizer", item, Place(container, key, index))

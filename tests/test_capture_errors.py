@@ -513,6 +513,29 @@ def test_a_counter_in_a_module() -> None:
     Refusal(nothing, count_in_module).at("count in module").says("once and never again", "Inner.calls", "a buffer of the module")
 
 
+def test_a_counter_in_a_decorator_of_the_user() -> None:
+    calls = {"count": 0}
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapper(*args: Any) -> Any:
+            calls["count"] += 1  # MARK: decorator
+            return function(*args)
+
+        return wrapper
+
+    @mf.graph(backend="aten", progress=False)
+    @torch.no_grad()
+    @counted
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    with pytest.raises(mf.errors.CaptureError, match="`calls`") as caught:
+        step(torch.ones(2))
+    assert caught.value.frame is not None and caught.value.frame.line == marked(__file__, "decorator")[0]
+    assert calls == {"count": 0}
+
+
 def test_a_scheduler_inside_the_step() -> None:
     weight = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)

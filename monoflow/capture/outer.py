@@ -131,7 +131,8 @@ class Reach:
         if isinstance(value, PLAIN + _OPAQUE) or id(value) in self._seen or depth > _MAX_DEPTH:
             return
         if isinstance(value, types.FunctionType):
-            self._function(getattr(value, "__wrapped__", value), depth + 1)
+            self._function(value, depth + 1)
+            self._value(name, getattr(value, "__wrapped__", None), code, depth)
         elif isinstance(value, types.MethodType):
             self._value("self", value.__self__, value.__func__.__code__ if isinstance(value.__func__, types.FunctionType) else code, depth)
             self._value(name, value.__func__, code, depth)
