@@ -33,9 +33,6 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
 # The type of torch.ops.aten.mm.default: what the targets of a graph are.
 from torch._ops import OpOverload
 
-# The modules of two optimizers, to replace names in; their classes say they are from torch.optim.
-from torch.optim import _adafactor, asgd
-
 # Tensors with metadata and no storage: what a step is traced on. torch.export uses them; there is no public name.
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
@@ -47,6 +44,9 @@ from torch._subclasses.fake_tensor import (
 
 # Autograd's counter of created nodes: the number that a forward op leaves behind for its gradient to be found by.
 from torch.autograd import _get_sequence_nr as next_sequence_number
+
+# The modules of two optimizers, to replace names in; their classes say they are from torch.optim.
+from torch.optim import _adafactor, asgd
 from torch.utils import _pytree as pytree
 
 # Interception of every ATen op below autograd, and of Python-level calls above it (the latter is public).
@@ -149,10 +149,11 @@ def fake_mode_of(values: list[Any]) -> FakeTensorMode | None:
 
 
 def inductor_compile(module: fx.GraphModule, examples: list[Any], strides: list[tuple[int, ...]]) -> Callable[[list[Any]], Any]:
-    """Compiles a graph of ATen ops with Inductor. The callable takes a list of inputs, which it empties, and returns outputs of these strides.
+    """Compiles a graph of ATen ops with Inductor. The callable takes a list of inputs, which it empties; outputs have the given strides.
 
-    torch._inductor.standalone_compile, which is public, goes through AOTAutograd: a second of tracing and microseconds of wrapper per call for every region,
-    to find out what is known here (no autograd, outputs fixed). So its parts are used: functionalization, decompositions, code generation.
+    torch._inductor.standalone_compile, which is public, goes through AOTAutograd: a second of tracing for every region and
+    microseconds of wrapper for every call, to find out what is known here (no autograd, which outputs). So its parts are
+    used: functionalization, decompositions, code generation.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -170,4 +171,4 @@ def inductor_compile(module: fx.GraphModule, examples: list[Any], strides: list[
         (output,) = decomposed.graph.find_nodes(op="output")
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         output.meta["original_output_strides"] = strides
-        return compile_fx_inner(decomposed, examples, is_inference=True)  # type: ignore[return-value]
+        return compile_fx_inner(decomposed, examples, is_inference=True)

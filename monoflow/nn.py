@@ -92,7 +92,7 @@ class Graph:
             self._schedulers.append(lr_sch)
 
     def debug(self, v_level: int = -1) -> None:
-        """What to print after the first call: -1 nothing, 0 the size of the graph, 1 also the modules, 2 also each op under the user's line."""
+        """What to print after the first call: -1 nothing, 0 the graph's size, 1 also the modules, 2 also each op under the user's line."""
         self._level = v_level
 
     def graph_for(self, *args: Any, **kwargs: Any) -> StepGraph:
@@ -171,7 +171,7 @@ class Graph:
             state = State([*self._modules.values(), *self._optimizers], [*self._modules, *[""] * len(self._optimizers)])
             options = {"backend": self.config.backend, "passes": self.config.passes, "progress": self.config.progress}
             step: Step[..., Any] = Step(self._whole_step, state, **options)
-            step.__name__ = self.name
+            step.name = self.name
             self.__dict__["_step"] = step
         found: Step[..., Any] = self._step
         return found

@@ -8,7 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, fields
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -62,6 +62,7 @@ class Step(Generic[P, R]):
         progress: bool = True,
     ) -> None:
         functools.update_wrapper(self, function)
+        self.name = getattr(function, "__name__", type(function).__name__)
         self.function = function
         self.backend = choose_backend(backend)
         self.passes = tuple(passes)
@@ -147,7 +148,7 @@ class Step(Generic[P, R]):
         self.graphs_made += 1
         if self.graphs_made >= WARN_FROM_GRAPH:
             self._warn(signature)
-        with Progress(self.__name__, self.progress) as progress:
+        with Progress(self.name, self.progress) as progress:
             progress.room("capture")
             captured = capture(self.function, self._state, leaves, rebuild, progress.count)
             if self.passes:
@@ -156,7 +157,7 @@ class Step(Generic[P, R]):
         return Executor(captured, compile_guards(captured.guards))
 
     def _compile(self, executor: Executor) -> None:
-        with Progress(self.__name__, self.progress) as progress:
+        with Progress(self.name, self.progress) as progress:
             progress.room(f"compile ({self.backend})")
             keep_freed_memory()
             executor.executable = compile_graph(executor.captured.graph.graph, self.backend, progress.count)
@@ -170,7 +171,8 @@ class Step(Generic[P, R]):
             else _difference(nearest, signature, self._outer.names if self._outer else [])
         )
         warnings.warn(
-            f"step {self.__name__} is captured and compiled for the {self.graphs_made}th time; since the nearest earlier call this changed: {changed}. "
+            f"step {self.name} is captured and compiled for the {self.graphs_made}th time; "
+            f"since the nearest earlier call this changed: {changed}. "
             "Keep it fixed, or pass it as a tensor or float argument; pad batches to a few sizes.",
             RecompileWarning,
             stacklevel=5,
@@ -214,26 +216,18 @@ def _first_difference(old: Any, new: Any) -> str:
     return f"{old!r} -> {new!r}"
 
 
-@overload
-def graph(function: Callable[P, R], /) -> Step[P, R]: ...
-
-
-@overload
 def graph(
     *state: nn.Module | Optimizer,
     backend: str = "auto",
     passes: Iterable[Pass] = (),
     progress: bool = True,
-) -> Callable[[Callable[P, R]], Step[P, R]]: ...
-
-
-def graph(*state: Any, backend: str = "auto", passes: Iterable[Pass] = (), progress: bool = True) -> Any:
+) -> Callable[[Callable[P, R]], Step[P, R]]:
     """Decorates a function so that all of it (forward, loss, backward, clipping, optimizer) runs as one static graph.
 
     Args:
         state: the modules and optimizers that the function uses. Their parameters, buffers and optimizer state are updated in place.
-        backend: "aten" (starts in seconds, equal to eager PyTorch to the bit), "inductor" (generated C++, fastest), or "auto": "inductor" where
-            a C++ compiler is found, else "aten".
+        backend: "aten" (starts in seconds, equal to eager PyTorch to the bit), "inductor" (generated C++, fastest), or
+            "auto": "inductor" where a C++ compiler is found, else "aten".
         passes: functions from the captured graph to the same graph, applied in order (see docs/passes.md).
         progress: a line on the terminal while a graph is made; never in logs.
 
@@ -242,8 +236,6 @@ def graph(*state: Any, backend: str = "auto", passes: Iterable[Pass] = (), progr
 
     The idea of a whole training job as one static graph is OneFlow's (nn.Graph).
     """
-    if len(state) == 1 and isinstance(state[0], types.FunctionType):
-        return Step(state[0], State([]))
     owned = State(state)
 
     def decorate(function: Callable[P, R]) -> Step[P, R]:

@@ -336,7 +336,7 @@ def test_the_grad_mode_around_a_call_is_part_of_its_signature(mode: Any) -> None
 
 
 def test_a_function_of_tensors_alone() -> None:
-    @mf.graph
+    @mf.graph()
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (x @ y).relu() + 1
 
@@ -675,7 +675,7 @@ def test_in_place_changes_through_views() -> None:
 
 
 def test_results_that_share_memory() -> None:
-    @mf.graph
+    @mf.graph()
     def step(x: torch.Tensor) -> Any:
         base = x * 2
         return base, base[0], base.t()

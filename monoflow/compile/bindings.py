@@ -1,8 +1,8 @@
 """Which Python callable runs an op with the least overhead.
 
-Calling `torch.ops.aten.mm.default` converts the arguments by the op's schema on every call; PyTorch's generated Python binding of the same op
-(`torch.mm`) is about twice as fast. A binding is used only where a probe has shown that it dispatches to exactly the same overload with exactly
-the same arguments.
+Calling `torch.ops.aten.mm.default` converts the arguments by the op's schema on every call; PyTorch's generated Python
+binding of the same op (`torch.mm`) is about twice as fast. A binding is used only where a probe has shown that it
+dispatches to exactly the same overload with exactly the same arguments.
 """
 
 from __future__ import annotations

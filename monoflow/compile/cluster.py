@@ -1,8 +1,8 @@
 """Clusters the update phase: the same op on many tensors becomes one multi-tensor op.
 
-Optimizers and clipping run a short chain of ops for each parameter. The chains do not depend on each other, so those of small tensors are run in
-lockstep and each step of them becomes one `_foreach` op. On the CPU these ops loop over the tensors in C++ with the very kernels of the single
-ops, so results are equal to the bit; what is saved is the cost of calling.
+Optimizers and clipping run a short chain of ops for each parameter. The chains do not depend on each other, so those of
+small tensors are run in lockstep and each step of them becomes one `_foreach` op. On the CPU these ops loop over the
+tensors in C++ with the very kernels of the single ops, so results are equal to the bit; what is saved is calling.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from monoflow.source import OpInfo
 _aten = torch.ops.aten
 
 SMALL = 1 << 16
-"""Elements up to which calling an op costs more than running it. Chains of larger tensors keep their order, which frees their temporaries early."""
+"""Elements up to which calling an op costs more than running it. Larger tensors keep their order, so that temporaries are freed early."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """`op(tensor, ..., last)` on many tensors. Overload by what `last` is: the same number, numbers, tensors, one tensor for all, or absent."""
+    """`op(tensor, ..., last)` on many tensors: overloads by what `last` is (one number, numbers, tensors, one tensor, absent)."""
 
     packet: Any
     scalar: str = ""
@@ -166,7 +166,7 @@ def _group_key(node: fx.Node) -> Hashable:
 
 
 def _options(node: fx.Node) -> tuple[tuple[str, Any], ...] | None:
-    """Keyword arguments other than the last one, which a multi-tensor op takes once for all; None if there are more arguments than it has."""
+    """Keyword arguments beside `last`, which a multi-tensor op takes once for all; None if there are more than it has."""
     tensors = _tensor_arguments(node)
     extra = [a for a in node.args[tensors:] if a is not _last(node)]
     options = tuple((k, v) for k, v in node.kwargs.items() if k not in _LAST)
@@ -231,7 +231,7 @@ def _merge(graph: fx.Graph, run: list[fx.Node]) -> None:
     merged.meta["val"] = None if in_place else [node.meta["val"] for node in run]
     for index, node in reversed(list(enumerate(run))):
         if in_place:
-            replacement = node.args[0]
+            replacement: Any = node.args[0]
         else:
             with graph.inserting_after(merged):
                 replacement = graph.call_function(operator.getitem, (merged, index))

@@ -98,7 +98,7 @@ def _replace(graph: fx.Graph, fusion: _Fusion, chains: list[tuple[fx.Node, dict[
 
 
 def fuse_clipping(graph: fx.Graph) -> None:
-    """`g.mul_(factor)` for each gradient and then a fused Adam becomes that Adam with `grad_scale=1/factor`: one pass less over the gradients."""
+    """`g.mul_(factor)` for each gradient, then a fused Adam: becomes that Adam with `grad_scale=1/factor`, one pass less over memory."""
     for packet in (_aten._fused_adam_, _aten._fused_adamw_):
         for node in graph.find_nodes(op="call_function", target=packet.default):
             if node.kwargs.get("grad_scale") is None:

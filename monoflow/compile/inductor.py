@@ -18,7 +18,6 @@ from monoflow.compile.program import Executable, compile_program
 from monoflow.compile.regions import Region, compilable, plan_regions, region_key
 from monoflow.errors import CompileError
 
-
 _aten = torch.ops.aten
 
 
@@ -62,7 +61,8 @@ def _call_region(program: fx.Graph, region: Region, function: Callable[..., Any]
 def _call_site(function: Callable[[list[Any]], Any], region: Region, name: str) -> Callable[[list[Any]], Any]:
     """One call of a compiled region. Generated code insists on the strides that capture predicted.
 
-    A few kernels return other strides than their fake versions say (`cat` with an empty tensor); the first call finds such inputs, and every call copies them.
+    A few kernels return other strides than their fake versions say (`cat` with an empty tensor); the first call finds such
+    inputs, and every call copies them.
     """
     wrong: list[tuple[int, torch.Tensor]] | None = None
 

@@ -1,7 +1,8 @@
 """Cuts a graph into regions for a compiler, so that repeated blocks of a model become equal regions, compiled once.
 
-A *region* is a stretch of ops without effects. Blocks are found by module path: `h.3.attn.qkv` belongs to block `h.3`. A block is a region of its own
-only if another block has the same ops; everything else between is joined to the longest regions possible.
+A *region* is a stretch of ops without effects. Blocks are found by module path: `h.3.attn.qkv` belongs to block `h.3`. A
+block is a region of its own only if another block has the same ops; everything else between is joined to the longest
+regions possible.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def _region_or_ops(parts: list[list[fx.Node] | fx.Node]) -> Iterator[Region | fx
 
 
 def make_region(nodes: list[fx.Node]) -> Region:
+    """The region of these ops: what they need from outside is its input, what is needed outside its output."""
     inside = set(nodes)
     inputs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     outputs = [node for node in nodes if any(user not in inside for user in node.users) and not isinstance(node.meta["val"], list | tuple)]
@@ -170,7 +172,7 @@ def _storages(nodes: list[fx.Node]) -> Iterator[int]:
 
 
 def _block(node: fx.Node) -> str | None:
-    """(phase and) the module path up to its first number: the element of a ModuleList or Sequential."""
+    """Phase, and the module path up to its first number: the element of a ModuleList or Sequential."""
     info = node.meta.get("op")
     if not isinstance(info, OpInfo):
         return None
@@ -182,9 +184,8 @@ def _block(node: fx.Node) -> str | None:
 
 
 def _by_block(run: list[fx.Node]) -> list[tuple[str | None, list[fx.Node]]]:
-    """The run in stretches of one block each. Ops of no block stay with the stretch before them if they use only its values."""
-    grouped = itertools.groupby(run, _block)
-    return [(block, list(nodes)) for block, nodes in grouped]
+    """The run in stretches of one block each."""
+    return [(block, list(nodes)) for block, nodes in itertools.groupby(run, _block)]
 
 
 def _shape_of(block: list[fx.Node]) -> Hashable:

@@ -1,4 +1,4 @@
-"""Removes work that has no effect on any number: detached aliases, double transposes, repeated arithmetic on numbers, copies of literals."""
+"""Removes work that changes no number: detached aliases, double transposes, repeated arithmetic on numbers, copies of literals."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from monoflow.capture.graph import Captured, Store
 from monoflow.compile.program import Executable
 from monoflow.state import Inventory, NumberEntry
 
-
 _Owner = torch.Tensor | int
 """Whose `.grad` is meant: a parameter, or the argument of that number."""
 
