@@ -58,5 +58,9 @@ class StepError(MonoflowError):
     """Wrong use of `mf.graph` or `mf.nn.Graph`: arguments, options, or calls out of order."""
 
 
+class CompileWarning(UserWarning):
+    """With backend "auto", Inductor could not compile a graph, and "aten" runs it; the text says which lines."""
+
+
 class RecompileWarning(UserWarning):
     """A step was compiled for the fourth time or more; the text says what changed between the calls."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from monoflow.capture import OuterValues, StepGraph, capture, is_capturing
 from monoflow.compile import choose_backend, compile_graph, compile_guards
-from monoflow.errors import RecompileWarning, StepError
+from monoflow.errors import CompileError, CompileWarning, RecompileWarning, StepError
 from monoflow.progress import Progress
 from monoflow.rewrite import Pass, apply_passes
 from monoflow.run import Executor, keep_freed_memory
@@ -65,6 +65,7 @@ class Step(Generic[P, R]):
         self.name = getattr(function, "__name__", type(function).__name__)
         self.function = function
         self.backend = choose_backend(backend)
+        self._fall_back = backend == "auto"
         self.passes = tuple(passes)
         self.progress = progress
         self.graphs_made = 0
@@ -160,7 +161,14 @@ class Step(Generic[P, R]):
         with Progress(self.name, self.progress) as progress:
             progress.room(f"compile ({self.backend})")
             keep_freed_memory()
-            executor.executable = compile_graph(executor.captured.graph.graph, self.backend, progress.count)
+            try:
+                executor.executable = compile_graph(executor.captured.graph.graph, self.backend, progress.count)
+            except CompileError as exc:
+                if not self._fall_back or self.backend == "aten":
+                    raise
+                warnings.warn(f'step {self.name} runs on backend "aten": {exc}', CompileWarning, stacklevel=4)
+                self.backend = "aten"
+                executor.executable = compile_graph(executor.captured.graph.graph, self.backend, progress.count)
 
     def _warn(self, signature: _Signature) -> None:
         known = [s for s, executors in self._cache.items() if executors]
@@ -227,7 +235,7 @@ def graph(
     Args:
         state: the modules and optimizers that the function uses. Their parameters, buffers and optimizer state are updated in place.
         backend: "aten" (starts in seconds, equal to eager PyTorch to the bit), "inductor" (generated C++, fastest), or
-            "auto": "inductor" where a C++ compiler is found, else "aten".
+            "auto": "inductor" where C++ can be built, else "aten" (also, with a warning, for a graph that Inductor cannot compile).
         passes: functions from the captured graph to the same graph, applied in order (see docs/passes.md).
         progress: a line on the terminal while a graph is made; never in logs.
 

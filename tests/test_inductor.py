@@ -158,3 +158,10 @@ def test_a_region_that_fails_to_compile_names_its_lines_and_the_other_backend(mo
         evaluate(torch.randn(2, 4))
     text = str(caught.value)
     assert "no such instruction" in text and f"{__file__}:" in text and 'backend="aten"' in text
+
+    x = torch.randn(2, 4)
+    automatic = mf.graph(linear, progress=False)(evaluate.function)
+    with pytest.warns(mf.errors.CompileWarning, match="no such instruction"):
+        result = automatic(x)
+    with torch.no_grad():
+        torch.testing.assert_close(result, evaluate.function(x), equal_nan=True)

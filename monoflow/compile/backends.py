@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import fx
 
@@ -40,16 +42,18 @@ BACKENDS: dict[str, Callable[[fx.Graph, Report], Executable]] = {"aten": _aten, 
 
 
 def choose_backend(name: str) -> str:
-    """ "auto" is "inductor" where a C++ compiler is found, else "aten". Raises StepError for an unknown name."""
+    """ "auto" is "inductor" where C++ can be built, else "aten". Raises StepError for an unknown name."""
     if name == "auto":
-        return "inductor" if _cpp_compiler() else "aten"
+        return "inductor" if _can_build_cpp() else "aten"
     if name not in BACKENDS:
         raise StepError(f"unknown backend {name!r}: choose 'auto', {', '.join(map(repr, BACKENDS))}")
     return name
 
 
-def _cpp_compiler() -> bool:
-    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
+def _can_build_cpp() -> bool:
+    """True where there is a C++ compiler, and Python's headers, which Inductor's kernels include."""
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    return headers.exists() and any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
 def compile_graph(graph: fx.Graph, backend: str, report: Report) -> Executable:
