@@ -19,6 +19,7 @@ from monoflow.compile.functionalize import functionalize
 from monoflow.compile.fuse import fuse_clipping, fuse_optimizers
 from monoflow.compile.program import compile_program
 from monoflow.compile.regions import Region, compilable, plan_regions, region_key
+from monoflow.compile.reuse import reuse_memory
 from monoflow.compile.simplify import simplify
 
 aten = torch.ops.aten
@@ -164,6 +165,48 @@ def test_norms_over_dimensions_are_not_merged() -> None:
         twin_opt.zero_grad()
     for ours, plain in zip(weights, twins, strict=True):
         assert torch.equal(ours, plain)
+
+
+# Reuse of memory
+
+
+def reused(step: Callable[..., Any], *args: torch.Tensor) -> tuple[fx.Graph, list[Any]]:
+    graph = simplify(mf.graph()(step).graph_for(*args).graph)
+    reuse_memory(graph)
+    graph.lint()
+    return graph, [n.target for n in graph.nodes if n.op == "call_function"]
+
+
+def test_an_elementwise_op_writes_into_an_input_that_ends_there() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return ((x.exp() + x) * 2).neg()
+
+    _, targets = reused(step, torch.randn(3, 4))
+    assert targets == [aten.exp.default, aten.add_.Tensor, aten.mul_.Tensor, aten.neg_.default]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: x + 1,  # an argument
+        lambda x: (h := x.exp(), h + 1),  # returned
+        lambda x: (h := x.exp()).add(1) * h,  # used later
+        lambda x: (h := x.exp(), v := h.t(), h + 1, v * 2)[2:],  # its view is used later
+        lambda x: (h := x.exp()) + h.t(),  # its view is the other operand
+        lambda x: x[0].exp() + x,  # broadcast
+        lambda x: x.exp().to(torch.int64) + x,  # another dtype
+        lambda x: x[:, :2].exp().expand(2, 4, 2) + 1,  # overlapping
+    ],
+)
+def test_memory_that_is_seen_otherwise_is_not_reused(step: Callable[..., Any]) -> None:
+    x = torch.randn(4, 4)
+    wanted = step(x.clone())
+    model = nn.Identity()
+    got = mf.graph(model, backend="aten")(step)(x)
+    for a, b in zip(*[r if isinstance(r, tuple) else (r,) for r in (wanted, got)], strict=True):
+        assert torch.equal(a, b)
+    _, targets = reused(step, x)
+    assert aten.add_.Tensor not in targets
 
 
 # Fusion

@@ -81,7 +81,7 @@ def test_a_float_that_python_branches_on() -> None:
 
 
 def test_a_float_as_an_option_of_an_op() -> None:
-    """Dropout's rate is part of PyTorch's op, so each value is a graph."""
+    """dropout's rate is part of PyTorch's op, so each value is a graph."""
     step = graph_of(lambda x, p: F.dropout(x, p))
     x = torch.ones(8)
     for value, graphs in [(0.1, 1), (0.5, 2), (0.1, 2)]:

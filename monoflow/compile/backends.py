@@ -14,6 +14,7 @@ from monoflow.compile.bindings import Bindings
 from monoflow.compile.cluster import cluster
 from monoflow.compile.fuse import fuse_clipping, fuse_optimizers
 from monoflow.compile.program import Executable, compile_program
+from monoflow.compile.reuse import reuse_memory
 from monoflow.compile.simplify import simplify
 from monoflow.errors import StepError
 
@@ -24,6 +25,7 @@ Report = Callable[[str, int, int], None]
 def _aten(graph: fx.Graph, report: Report) -> Executable:
     graph = simplify(graph)
     cluster(graph)
+    reuse_memory(graph)
     return compile_program(graph, Bindings())
 
 

@@ -68,6 +68,25 @@ class Aliases:
                 return False
         return True
 
+    def ends_at(self, value: fx.Node, node: fx.Node) -> bool:
+        """True when the memory of `value`, made inside the graph, is read for the last time by `node`, and only as `value`."""
+        group = self.by_storage[self._storage(value)]
+        if any(
+            other.op == "placeholder" or self.position[other] >= self.position[node] or self._used_after(other, node) for other in group
+        ):
+            return False
+        return not any(other is not value and other in group for other in node.all_input_nodes)
+
+    def merge(self, value: fx.Node, node: fx.Node) -> None:
+        """`node` now writes into the memory of `value`."""
+        group = self.by_storage[self._storage(value)]
+        group.extend(self.by_storage[self._storage(node)])
+        for member in group:
+            self.by_storage[self._storage(member)] = group
+
+    def _storage(self, node: fx.Node) -> int:
+        return storage_id(node.meta["val"])
+
     def _used_after(self, other: fx.Node, node: fx.Node) -> bool:
         return any(self.position[user] > self.position[node] for user in other.users)
 
