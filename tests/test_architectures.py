@@ -1,4 +1,4 @@
-"""Seventeen architectures of `transformers`, with dropout on: captured whole, equal to eager PyTorch to the bit, every op with its source."""
+"""Seventeen architectures of `transformers`, dropout on: captured whole, equal to eager PyTorch to the bit, with a source for every op."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from benchmarks.optimizer_table import OPTIMIZERS
 Make = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 GRAPHS = {"SGD momentum dampening": 2, "RAdam": 2, "ASGD foreach": 1, "ASGD": 2}
-"""Where one graph does not do. SGD with dampening starts with the whole first gradient; RAdam switches its rectification on after five steps;
-ASGD starts to average after `t0` steps, by a branch where it is not `foreach`."""
+"""Where one graph does not do. SGD with dampening starts with the whole first gradient, RAdam switches its rectification on after five
+steps, ASGD starts to average after `t0` steps (by a branch, if it is not `foreach`)."""
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -81,7 +81,7 @@ def test_a_float_that_python_branches_on() -> None:
 
 
 def test_a_float_as_an_option_of_an_op() -> None:
-    """dropout's rate is part of PyTorch's op, so each value is a graph."""
+    """The rate of dropout is part of PyTorch's op, so each value is a graph."""
     step = graph_of(lambda x, p: F.dropout(x, p))
     x = torch.ones(8)
     for value, graphs in [(0.1, 1), (0.5, 2), (0.1, 2)]:
@@ -327,7 +327,8 @@ def test_the_warning_names_a_module_attribute() -> None:
 def test_the_warning_names_an_outer_variable() -> None:
     count = 0
     step = graph_of(lambda x: x + count)
-    for count in range(3):
+    for value in range(3):
+        count = value
         step(torch.ones(1))
     count = 3
     with pytest.warns(mf.errors.RecompileWarning, match=r"`count`"):

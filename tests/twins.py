@@ -111,10 +111,7 @@ def assert_same(got: Any, wanted: Any, where: str = "value") -> None:
         assert type(got) is type(wanted) and len(got) == len(wanted), f"{where}: {got!r} for {wanted!r}"
         for index, pair in enumerate(zip(got, wanted, strict=True)):
             assert_same(*pair, f"{where}[{index}]")
-    elif dataclasses.is_dataclass(wanted):
-        assert type(got) is type(wanted), where
-        assert_same(vars(got), vars(wanted), where)
-    elif type(wanted).__eq__ is object.__eq__ and hasattr(wanted, "__dict__") and got is not wanted:
+    elif dataclasses.is_dataclass(wanted) or (type(wanted).__eq__ is object.__eq__ and hasattr(wanted, "__dict__") and got is not wanted):
         assert type(got) is type(wanted), where
         assert_same(vars(got), vars(wanted), where)
     else:

@@ -37,7 +37,10 @@ _UNCALLED = frozenset(
 """Names in classes that a step does not call on objects that are there already."""
 
 _MAX_DEPTH = 4
+"""Levels of objects and containers that are looked into below a variable."""
+
 _MAX_ITEMS = 64
+"""Items of a container that are looked into; of larger ones only the container itself is watched."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +62,6 @@ class Holder:
 
     name: str
     table: Any
-    code: types.CodeType | None
     hidden: frozenset[str] = frozenset()
     kind: type | None = None
     owned: bool = False
@@ -101,19 +103,19 @@ class Reach:
 
     # Code
 
-    def _function(self, function: types.FunctionType, depth: int) -> None:
-        if id(function) in self._seen or depth > _MAX_DEPTH or not is_user_code(function.__code__.co_filename):
+    def _function(self, function: types.FunctionType) -> None:
+        if id(function) in self._seen or not is_user_code(function.__code__.co_filename):
             return
         self._seen.add(id(function))
         code = function.__code__
         self.mentioned |= _mentioned(code)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._variable(name, functools.partial(_cell_value, cell), functools.partial(setattr, cell, "cell_contents"), code, depth)
+            self._variable(name, functools.partial(_cell_value, cell), functools.partial(setattr, cell, "cell_contents"), code, 0)
         for name in _global_names(code):
             if name in function.__globals__:
-                self._item(name, function.__globals__, name, code, depth)
+                self._item(name, function.__globals__, name, code, 0)
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._value("default argument", default, code, depth)
+            self._value("default argument", default, code, 0)
 
     def _variable(self, name: str, read: Callable[[], Any], write: Callable[[Any], None], code: types.CodeType | None, depth: int) -> None:
         variable = Variable(name, read, write, code)
@@ -131,7 +133,7 @@ class Reach:
         if isinstance(value, PLAIN + _OPAQUE) or id(value) in self._seen or depth > _MAX_DEPTH:
             return
         if isinstance(value, types.FunctionType):
-            self._function(value, depth + 1)
+            self._function(value)
             self._value(name, getattr(value, "__wrapped__", None), code, depth)
         elif isinstance(value, types.MethodType):
             self._value("self", value.__self__, value.__func__.__code__ if isinstance(value.__func__, types.FunctionType) else code, depth)
@@ -156,7 +158,7 @@ class Reach:
     def _container(self, name: str, value: Any, code: types.CodeType | None, depth: int) -> None:
         self._seen.add(id(value))
         if not isinstance(value, tuple):
-            self.holders.append(Holder(name, value, code))
+            self.holders.append(Holder(name, value))
         if len(value) <= _MAX_ITEMS:
             for child in value.values() if isinstance(value, dict) else value:
                 self._value(name, child, code, depth + 1)
@@ -167,7 +169,7 @@ class Reach:
         self._seen.add(id(value))
         self._kinds.add(type(value))
         if hasattr(value, "__dict__"):
-            self.holders.append(Holder(name, vars(value), code, kind=type(value)))
+            self.holders.append(Holder(name, vars(value), kind=type(value)))
             for attribute, child in list(vars(value).items()):
                 self._value(f"{name}.{attribute}", child, code, depth + 1)
         for attribute in _slots(type(value)):
@@ -187,7 +189,7 @@ class Reach:
                             self._value(name, getattr(member, "fget", getattr(member, "__func__", member)), None, 1)
 
     def _python_module(self, name: str, value: types.ModuleType, code: types.CodeType | None, depth: int) -> None:
-        if code is None or not is_user_code(getattr(value, "__file__", None) or "<built-in>"):
+        if code is None or not _is_user_module(value.__name__):
             return
         for attribute in sorted(_mentioned(code) & set(vars(value))):
             self._item(f"{name}.{attribute}", vars(value), attribute, code, depth + 1)
@@ -208,7 +210,7 @@ class Reach:
         kind = type(module)
         code = kind.forward.__code__ if isinstance(kind.forward, types.FunctionType) else None
         tensors = {name for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
-        self.holders.append(Holder(kind.__name__, vars(module), code, MODULE_TABLES | tensors | {FLAT_WEIGHTS}, kind, owned))
+        self.holders.append(Holder(kind.__name__, vars(module), MODULE_TABLES | tensors | {FLAT_WEIGHTS}, kind, owned))
         if is_user_class(kind):
             self._kinds.add(kind)
             for attribute, value in list(vars(module).items()):
