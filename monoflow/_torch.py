@@ -118,8 +118,8 @@ def init_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Identity of the tensor's storage: equal for two tensors that share memory."""
-    return tensor.untyped_storage()._cdata
+    """Identity of the tensor's storage: equal for two strided tensors that share memory. Sparse tensors have no storage to ask."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
 
 
 @contextlib.contextmanager

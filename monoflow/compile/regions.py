@@ -118,7 +118,9 @@ def compilable(node: fx.Node) -> bool:
         return False
     value = node.meta.get("val")
     values = value if isinstance(value, list | tuple) else [value]
-    return all(isinstance(v, torch.Tensor) for v in values) and bool(values)
+    tensors = [*values, *(n.meta.get("val") for n in node.all_input_nodes)]
+    dense = all(v.layout is torch.strided for v in tensors if isinstance(v, torch.Tensor))
+    return dense and bool(values) and all(isinstance(v, torch.Tensor) for v in values)
 
 
 def _draws(node: fx.Node) -> bool:
