@@ -465,6 +465,19 @@ def test_a_result_that_is_an_input_or_a_parameter() -> None:
         assert view.data_ptr() == x.data_ptr()
 
 
+def test_a_detached_parameter_is_no_parameter() -> None:
+    model = nn.Linear(4, 4)
+
+    @mf.graph(model, backend="aten", progress=False)
+    def step(x: torch.Tensor) -> Any:
+        return model.weight.detach(), model.weight.data, x.detach(), model(x)
+
+    x = torch.ones(1, 4, requires_grad=True)
+    for _ in range(2):
+        for value in step(x):
+            assert type(value) is torch.Tensor and not value.requires_grad and value.is_leaf
+
+
 # Several modules, references from outside
 
 

@@ -25,7 +25,6 @@ _INFIX: dict[Any, str] = {
     operator.neg: "(-{})",
     operator.getitem: "{}[{}]",
     torch.ops.aten._local_scalar_dense.default: "{}.item()",
-    torch.ops.aten.detach.default: "{}",
 }
 
 

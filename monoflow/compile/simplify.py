@@ -26,9 +26,11 @@ def simplify(graph: fx.Graph) -> fx.Graph:
 
 
 def _remove_aliases(graph: fx.Graph) -> None:
-    """`detach(x)` is `x` in a graph without autograd; `t(t(x))` is `x`."""
+    """`detach(x)` is `x` in a graph without autograd, unless the caller would get a parameter for it; `t(t(x))` is `x`."""
     for node in list(graph.nodes):
         if node.target in (_aten.detach.default, _aten.alias.default):
+            if node.args[0].op == "placeholder" and any(user.op == "output" for user in node.users):
+                continue
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
         elif node.target is _aten.t.default and node.args[0].target is _aten.t.default:

@@ -15,6 +15,10 @@ _Owner = torch.Tensor | int
 """Whose `.grad` is meant: a parameter, or the argument of that number."""
 
 
+_KEEP_FOR_BACKWARD = (torch.ops.aten.mkldnn_rnn_layer.default,)
+"""Ops whose kernels keep what their gradient needs only in grad mode, whether or not autograd runs."""
+
+
 class Executor:
     """A captured step, its executable, and where each of its inputs is found.
 
@@ -32,6 +36,7 @@ class Executor:
         self._cleared: list[_Owner] = []
         self._absent: list[_Owner] = []
         self._present: list[_Owner] = []
+        self._grad_mode = any(n.target in _KEEP_FOR_BACKWARD for n in captured.graph.graph.nodes)
         self._values: list[Any] = []
         self._numbers: list[tuple[int, NumberEntry]] = []
         self._bound: Inventory | None = None
@@ -82,7 +87,7 @@ class Executor:
         captured = self.captured
         if self.executable is None:
             raise RuntimeError("the graph is not compiled")
-        with below_autograd():  # in the caller's grad mode, as captured: some kernels (oneDNN's LSTM) keep what backward needs only with it
+        with torch.set_grad_enabled(self._grad_mode and torch.is_grad_enabled()), below_autograd():
             outputs = self.executable(self._inputs(leaves))
         for position, store, argument in self._writes:
             if store is not None:
