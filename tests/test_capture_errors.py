@@ -513,6 +513,23 @@ def test_a_counter_in_a_module() -> None:
     Refusal(nothing, count_in_module).at("count in module").says("once and never again", "Inner.calls", "a buffer of the module")
 
 
+def test_a_counter_in_the_object_of_a_decorated_method() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        @mf.graph(backend="aten", progress=False)
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1  # MARK: decorated method
+            return x + 1
+
+    trainer = Trainer()
+    with pytest.raises(mf.errors.CaptureError, match=r"\.calls") as caught:
+        trainer.step(torch.ones(2))
+    assert caught.value.frame is not None and caught.value.frame.line == marked(__file__, "decorated method")[0]
+    assert trainer.calls == 0
+
+
 def test_a_counter_in_a_decorator_of_the_user() -> None:
     calls = {"count": 0}
 

@@ -38,7 +38,7 @@ def capture(step: Callable[..., Any], state: State, leaves: list[Any], rebuild: 
 
     Raises: CaptureError for what cannot be part of a static graph; the user's own exceptions pass through.
     """
-    effects = SideEffects(step, state)
+    effects = SideEffects(step, state, leaves)
     attempt = functools.partial(_Attempt, step, state, leaves, rebuild, report)
     with fresh_optimizer_state(state) as created:
         try:

@@ -13,7 +13,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +42,8 @@ class Change:
 class SideEffects:
     """The Python values that a step can reach, as they were when this was made."""
 
-    def __init__(self, step: Callable[..., Any], state: State) -> None:
-        reach = Reach(step, state)
+    def __init__(self, step: Callable[..., Any], state: State, arguments: Iterable[Any]) -> None:
+        reach = Reach(step, state, arguments)
         for iterator in reach.iterators:
             raise _iterator_error(iterator)
         self.variables = [(variable, variable.read()) for variable in reach.variables]

@@ -13,7 +13,7 @@ import operator
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +85,9 @@ class Holder:
 
 
 class Reach:
-    """Walks from the code of a step and of the modules' hooks to every Python value outside that it names."""
+    """Walks from a step's code, from its arguments and from the modules' hooks to every Python value outside that the code names."""
 
-    def __init__(self, step: Callable[..., Any], state: State) -> None:
+    def __init__(self, step: Callable[..., Any], state: State, arguments: Iterable[Any] = ()) -> None:
         self.variables: list[Variable] = []
         self.holders: list[Holder] = []
         self.iterators: list[Variable] = []
@@ -97,6 +97,8 @@ class Reach:
         self._seen = {id(swapped) for o in state.optimizers.values() for swapped in (o.state, o.param_groups, *o.param_groups)}
         self._owned = {id(m) for root in state.modules.values() for m in root.modules()}
         self._value("step", step, None, 0)
+        for position, argument in enumerate(arguments):
+            self._value(f"argument_{position}", argument, None, 0)
         for module in dict.fromkeys(m for root in state.modules.values() for m in root.modules()):
             self._module(module, owned=True)
         self._called_methods()
