@@ -65,7 +65,7 @@ class Step(Generic[P, R]):
         self.name = getattr(function, "__name__", type(function).__name__)
         self.function = function
         self.backend = choose_backend(backend)
-        self._fall_back = backend == "auto"
+        self._given_backend = backend
         self.passes = tuple(passes)
         self.progress = progress
         self.graphs_made = 0
@@ -85,9 +85,17 @@ class Step(Generic[P, R]):
         result: R = executor.run(leaves)
         return result
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
+
     def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """A step defined as a method binds like a function."""
-        return self if instance is None else types.MethodType(self, instance)
+        """A step defined as a method: each instance gets a step of its own, kept among its attributes as functools.cached_property does."""
+        if instance is None:
+            return self
+        method = types.MethodType(self.function, instance)
+        bound: Step[..., R] = Step(method, self._state, backend=self._given_backend, passes=self.passes, progress=self.progress)
+        vars(instance)[self._attribute] = bound
+        return bound
 
     def graph_for(self, *args: P.args, **kwargs: P.kwargs) -> StepGraph:
         """The graph that a call with these arguments runs, after the user's passes. Compiles and runs nothing.
@@ -164,7 +172,7 @@ class Step(Generic[P, R]):
             try:
                 executor.executable = compile_graph(executor.captured.graph.graph, self.backend, progress.count)
             except CompileError as exc:
-                if not self._fall_back or self.backend == "aten":
+                if self._given_backend != "auto" or self.backend == "aten":
                     raise
                 warnings.warn(f'step {self.name} runs on backend "aten": {exc}', CompileWarning, stacklevel=4)
                 self.backend = "aten"

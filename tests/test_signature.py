@@ -399,3 +399,28 @@ def test_a_step_inside_of_a_step() -> None:
     assert_same(step(x), model(x).sum().detach() * 2)
     assert model.weight.grad is not None
     assert inner.graphs_made == 0
+
+
+class Trainer:
+    """A step as a decorated method, which reads an attribute of its object."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    @mf.graph(backend="aten")
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_a_decorated_method_belongs_to_its_object_and_sees_its_attributes() -> None:
+    first, second = Trainer(2.0), Trainer(3.0)
+    x = torch.ones(2)
+    assert first.step(x).tolist() == [2.0, 2.0] and second.step(x).tolist() == [3.0, 3.0]
+    assert first.step is first.step and first.step is not second.step
+    first.scale = 5.0
+    assert first.step(x).tolist() == [5.0, 5.0]
+    assert first.step.graphs_made == 2 and second.step.graphs_made == 1
+    alive = weakref.ref(first)
+    del first
+    gc.collect()
+    assert alive() is None
