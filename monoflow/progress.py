@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+
+Report = Callable[[str, int, int], None]
+"""Told how far a room is: (what, done, of how many; 0 where that is not known)."""
+
+
+def no_report(what: str, done: int, total: int) -> None:
+    """A `Report` for nobody."""
+
 
 _INTERVAL = 0.1
 """Seconds between updates; counting an op must cost nothing."""

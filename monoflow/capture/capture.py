@@ -22,10 +22,11 @@ from monoflow.capture.graph import Captured, GradientRule, Input, StepGraph, Wri
 from monoflow.capture.guards import guard_module
 from monoflow.capture.locate import LineTracer
 from monoflow.capture.numbers import GraphFloat, GraphInt
-from monoflow.capture.recorder import Recorder, Report, no_report
+from monoflow.capture.recorder import Recorder
 from monoflow.capture.swap import Swapped, fresh_optimizer_state
 from monoflow.capture.verify import verify_graph
 from monoflow.errors import CaptureError
+from monoflow.progress import Report, no_report
 from monoflow.source import raised_at
 from monoflow.state import State
 from monoflow.tree import Rebuild, flatten, holds_tensors, rebuilder

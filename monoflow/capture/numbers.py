@@ -14,19 +14,34 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
 
-if TYPE_CHECKING:
-    from monoflow.capture.recorder import Recorder
+from monoflow.errors import CaptureError
+
+
+class NumberRecorder(Protocol):
+    """What a number asks of the recorder it belongs to."""
+
+    def number_op(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> GraphFloat | GraphInt:
+        """Records arithmetic."""
+
+    def compare(self, function: Callable[[Any, Any], bool], left: Any, right: Any) -> bool:
+        """Answers a comparison, by which Python branches."""
+
+    def concrete(self, node: fx.Node) -> int | float:
+        """The value itself."""
+
+    def error(self, reason: str, *, op: str = "", fix: str = "") -> CaptureError:
+        """An error at the user's line."""
 
 
 class _SymbolNode:
     """The part of PyTorch's SymNode protocol that C++ calls on a number of ours."""
 
-    def __init__(self, recorder: Recorder, node: fx.Node, kind: type[int] | type[float]) -> None:
+    def __init__(self, recorder: NumberRecorder, node: fx.Node, kind: type[int] | type[float]) -> None:
         self.recorder = recorder
         self.fx_node = node
         self.kind = kind
@@ -172,7 +187,7 @@ class GraphInt(_Arithmetic, torch.SymInt):
     __class__ = property(lambda self: int)
 
 
-def graph_number(recorder: Recorder, node: fx.Node, kind: type[int] | type[float]) -> GraphFloat | GraphInt:
+def graph_number(recorder: NumberRecorder, node: fx.Node, kind: type[int] | type[float]) -> GraphFloat | GraphInt:
     """The number that is the value of `node`."""
     symbol = _SymbolNode(recorder, node, kind)
     return GraphInt(symbol) if kind is int else GraphFloat(symbol)

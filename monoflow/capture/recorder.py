@@ -35,6 +35,7 @@ from monoflow.capture.known import KnownValues, Number
 from monoflow.capture.numbers import GraphFloat, GraphInt, graph_number
 from monoflow.capture.origin import Origins
 from monoflow.errors import CaptureError
+from monoflow.progress import Report
 from monoflow.source import OpInfo
 
 _OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim", "")
@@ -51,13 +52,6 @@ _STATIC_FIXES = {
     "aten._pack_padded_sequence.default": "run the layer on the padded batch, and mask its output",
 }
 """What to write instead of an op whose result has a shape that depends on values."""
-
-Report = Callable[[str, int, int], None]
-"""Told how far a capture is: (phase, ops recorded, 0)."""
-
-
-def no_report(what: str, done: int, total: int) -> None:
-    """A `Report` for nobody."""
 
 
 class Recorder(TorchDispatchMode):

@@ -17,9 +17,7 @@ from monoflow.compile.program import Executable, compile_program
 from monoflow.compile.reuse import reuse_memory
 from monoflow.compile.simplify import simplify
 from monoflow.errors import StepError
-
-Report = Callable[[str, int, int], None]
-"""Told how far a compilation is: (what, done, of how many)."""
+from monoflow.progress import Report
 
 
 def _aten(graph: fx.Graph, report: Report) -> Executable:

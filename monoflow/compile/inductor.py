@@ -11,12 +11,12 @@ from torch import fx
 
 from monoflow._torch import FakeTensor, inductor_compile, storage_id
 from monoflow.capture.graph import written_nodes
-from monoflow.compile.backends import Report
 from monoflow.compile.bindings import Bindings
 from monoflow.compile.functionalize import functionalize
 from monoflow.compile.program import Executable, compile_program
 from monoflow.compile.regions import Region, compilable, plan_regions, region_key
 from monoflow.errors import CompileError
+from monoflow.progress import Report
 
 _aten = torch.ops.aten
 
