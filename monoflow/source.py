@@ -63,17 +63,11 @@ class Frame:
         return f"{self.file}:{self.line}"
 
 
-_frames: dict[tuple[str, int, str], Frame | None] = {}
-"""(file, line, function) -> frame, None for monoflow's own: a step's ops have many frames in common."""
-
-
+@functools.lru_cache(maxsize=65536)
 def _frame(file: str, line: int, function: str) -> Frame | None:
-    key = (file, line, function)
-    if key not in _frames:
-        kind = _kind(file)
-        text = linecache.getline(file, line).strip()
-        _frames[key] = None if kind == "own" else Frame(file, line, function, text, kind == "library")
-    return _frames[key]
+    """The frame, None for monoflow's own."""
+    kind = _kind(file)
+    return None if kind == "own" else Frame(file, line, function, linecache.getline(file, line).strip(), kind == "library")
 
 
 def code_frame(file: str, line: int, function: str) -> Frame:
