@@ -165,3 +165,15 @@ def test_a_region_that_fails_to_compile_names_its_lines_and_the_other_backend(mo
         result = automatic(x)
     with torch.no_grad():
         torch.testing.assert_close(result, evaluate.function(x), equal_nan=True)
+
+
+def test_an_op_outside_of_regions_reads_what_a_region_wrote_before_it() -> None:
+    held = torch.ones(4)
+
+    @mf.graph(backend="inductor", progress=False)
+    def draw(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.exp()
+        held[1:].zero_()  # through a view: nothing but memory ties it to `held`
+        return y, torch.bernoulli(held)
+
+    assert draw(torch.ones(2))[1].tolist() == [1.0, 0.0, 0.0, 0.0]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from monoflow._torch import OpOverload
+from monoflow._torch import OpOverload, storage_id
 from monoflow.source import OpInfo
 from monoflow.state import Inventory
 
@@ -166,6 +166,19 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         written.extend(v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, fx.Node))
     return written
+
+
+def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
+    """The metadata of the tensors that a node is the value of: one, several, or none."""
+    value = node.meta.get("val")
+    for item in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(item, torch.Tensor):
+            yield item
+
+
+def memory_of(nodes: Iterable[fx.Node]) -> Iterator[int]:
+    """Identities of the storages in which the values of the nodes lie."""
+    return (storage_id(tensor) for node in nodes for tensor in tensors_of(node))
 
 
 def is_effect(node: fx.Node) -> bool:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from monoflow._torch import storage_id
-from monoflow.capture.graph import written_nodes
+from monoflow.capture.graph import memory_of, tensors_of, written_nodes
 from monoflow.source import OpInfo
 
 _aten = torch.ops.aten
@@ -90,17 +89,17 @@ def _lockstep(graph: fx.Graph) -> None:
 
 
 def _is_small(node: fx.Node) -> bool:
-    return all(v.numel() <= SMALL for n in [node, *node.all_input_nodes] for v in _tensors(n))
+    return all(v.numel() <= SMALL for n in [node, *node.all_input_nodes] for v in tensors_of(n))
 
 
 def _independent(node: fx.Node, others: list[fx.Node]) -> bool:
     """True when `node` and each of `others` may run in either order."""
-    inputs, written = set(node.all_input_nodes), set(_memory(written_nodes(node)))
-    touched = set(_memory([node, *node.all_input_nodes]))
+    inputs, written = set(node.all_input_nodes), set(memory_of(written_nodes(node)))
+    touched = set(memory_of([node, *node.all_input_nodes]))
     for other in others:
-        if other in inputs or not written.isdisjoint(_memory([other, *other.all_input_nodes])):
+        if other in inputs or not written.isdisjoint(memory_of([other, *other.all_input_nodes])):
             return False
-        if not touched.isdisjoint(_memory(written_nodes(other))):
+        if not touched.isdisjoint(memory_of(written_nodes(other))):
             return False
     return True
 
@@ -140,8 +139,8 @@ def _dependencies(stretch: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     needed: dict[fx.Node, set[fx.Node]] = {}
     for node in stretch:
         before = {n for n in node.all_input_nodes if n in inside}
-        written = set(_memory(written_nodes(node)))
-        for memory in set(_memory(node.all_input_nodes)):
+        written = set(memory_of(written_nodes(node)))
+        for memory in set(memory_of(node.all_input_nodes)):
             if memory in writers:
                 before.add(writers[memory])
             if memory in written:
@@ -161,7 +160,7 @@ def _group_key(node: fx.Node) -> Hashable:
     options = _options(node)
     if options is None:
         return None
-    values = list(_tensors(node))
+    values = list(tensors_of(node))
     return (node.target, len(node.args), options, values[0].dtype, values[0].device, _last_kind(node))
 
 
@@ -252,14 +251,3 @@ def _overload(rule: _Rule, lasts: list[Any]) -> tuple[str, Any]:
     if all(value is first or (not isinstance(value, fx.Node) and value == first) for value in lasts):
         return rule.scalar, first
     return rule.scalars, lasts
-
-
-def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    value = node.meta.get("val")
-    for item in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(item, torch.Tensor):
-            yield item
-
-
-def _memory(nodes: list[fx.Node]) -> Iterator[int]:
-    return (storage_id(value) for node in nodes for value in _tensors(node))

@@ -38,7 +38,7 @@ _ROOT_BIAS2 = (operator.pow, (operator.sub, 1, (operator.pow, "beta2", _STEP)), 
 
 
 def _adam(parameter: Pattern, gradient: Pattern) -> Pattern:
-    """`torch.optim.adam._single_tensor_adam`, without amsgrad and maximize."""
+    """One parameter's chain as torch.optim.Adam and AdamW run it without `foreach` and `fused`, and without amsgrad."""
     mean = (_aten.lerp_.Scalar, "mean", gradient, (operator.sub, 1, "beta1"))
     square = (_aten.addcmul_.default, (_aten.mul_.Tensor, "square", "beta2"), gradient, gradient, {"value": (operator.sub, 1, "beta2")})
     root = (_aten.add_.Tensor, (_aten.div.Tensor, (_aten.sqrt.default, square), _ROOT_BIAS2), "eps")

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from monoflow._torch import OpOverload, storage_id
-from monoflow.capture.graph import written_nodes
+from monoflow._torch import OpOverload
+from monoflow.capture.graph import memory_of, written_nodes
 from monoflow.source import OpInfo
 
 MIN_BLOCK = 8
@@ -143,12 +143,14 @@ class _Runs:
         self._run: list[fx.Node] = []
         self._inside: set[fx.Node] = set()
         self._storages: set[int] = set()
+        self._written: set[int] = set()
 
     def add(self, node: fx.Node) -> None:
         if compilable(node) and not (node.target is operator.getitem and node.args[0] not in self._inside):
             self._run.append(node)
             self._inside.add(node)
-            self._storages |= set(_storages([node, *node.all_input_nodes]))
+            self._storages |= set(memory_of([node, *node.all_input_nodes]))
+            self._written |= set(memory_of(written_nodes(node)))
             return
         if self._depends(node):
             self.close()
@@ -157,20 +159,13 @@ class _Runs:
     def _depends(self, node: fx.Node) -> bool:
         if not self._inside.isdisjoint(node.all_input_nodes):
             return True
-        return not self._storages.isdisjoint(_storages(written_nodes(node)))
+        writes_here = not self._storages.isdisjoint(memory_of(written_nodes(node)))
+        return writes_here or not self._written.isdisjoint(memory_of(node.all_input_nodes))
 
     def close(self) -> None:
         if self._run:
             self.parts.append(self._run)
-            self._run, self._inside, self._storages = [], set(), set()
-
-
-def _storages(nodes: list[fx.Node]) -> Iterator[int]:
-    for node in nodes:
-        value = node.meta.get("val")
-        for item in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(item, torch.Tensor):
-                yield storage_id(item)
+            self._run, self._inside, self._storages, self._written = [], set(), set(), set()
 
 
 def _block(node: fx.Node) -> str | None:
