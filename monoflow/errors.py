@@ -58,6 +58,30 @@ class StepError(MonoflowError):
     """Wrong use of `mf.graph` or `mf.nn.Graph`: arguments, options, or calls out of order."""
 
 
+class PlacementError(MonoflowError):
+    """A placement that cannot be: ranks that do not exist or are named twice, an unknown or another device type."""
+
+
+class SbpError(MonoflowError):
+    """An SBP that does not fit: a dimension that is not there, too few or too many for the mesh, a piece of the wrong shape or dtype."""
+
+
+class RuleError(MonoflowError):
+    """A layout rule that cannot be read, or does not fit the op it is for."""
+
+
+class LayoutError(MonoflowError):
+    """A graph cannot be laid out as its pins demand. The text names the user's line."""
+
+
+class RankError(MonoflowError):
+    """The ranks do not agree: on the step, its arguments, or the state they start from. Raised on every rank; says what differs on which."""
+
+
+class LayoutWarning(UserWarning):
+    """An op has no layout rule and runs on whole tensors; the text names the op and the user's line."""
+
+
 class CompileWarning(UserWarning):
     """With backend "auto", Inductor could not compile a graph, and "aten" runs it; the text says which lines."""
 

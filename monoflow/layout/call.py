@@ -1,0 +1,91 @@
+"""One op call of a graph, as rules see it: arguments by name, shapes, results."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+
+from monoflow._torch import OpOverload
+
+
+class Call:
+    """An op with its arguments. `args` maps every name of the schema to its value, defaults filled in; tensors are fake ones of the whole shape."""
+
+    def __init__(self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self.target = target
+        self.args = bind_arguments(target, args, kwargs)
+        self.result = result
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Call:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        target: Any = node.target
+        return cls(target, args, kwargs, node.meta.get("val"))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor argument."""
+        return tuple(self.args[name].shape)
+
+    def rank(self, name: str) -> int:
+        """Number of dimensions of a tensor argument."""
+        return int(self.args[name].dim())
+
+    def dims(self, name: str, of: str = "self") -> list[int]:
+        """The dimension(s) in argument `name` as non-negative numbers, in the order given; all of them for None or []. `of` is the tensor meant."""
+        return normal_dims(self.args[name], self.rank(of))
+
+    @functools.cached_property
+    def terms(self) -> list[tuple[int, bool, list[torch.Tensor]]]:
+        """For each tensor argument that is there: its place among the schema's tensor arguments, whether it is a list, its tensors."""
+        found = []
+        for place, name in enumerate(tensor_arguments(self.target)):
+            value = self.args[name]
+            if isinstance(value, torch.Tensor):
+                found.append((place, False, [value]))
+            elif isinstance(value, list | tuple):
+                found.append((place, True, list(value)))
+        return found
+
+    @functools.cached_property
+    def results(self) -> list[Any]:
+        """The results, one for each return of the schema; a list where the op returns a list."""
+        if len(self.target._schema.returns) == 1:
+            return [self.result]
+        return list(self.result) if isinstance(self.result, list | tuple) else [self.result]
+
+
+@functools.lru_cache(maxsize=4096)
+def tensor_arguments(target: OpOverload) -> tuple[str, ...]:
+    """Names of the arguments that are tensors or lists of tensors, in the schema's order."""
+    return tuple(a.name for a in target._schema.arguments if "Tensor" in str(a.type))
+
+
+def bind_arguments(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Schema name -> value, defaults filled in."""
+    bound = {}
+    for place, argument in enumerate(target._schema.arguments):
+        bound[argument.name] = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+    return bound
+
+
+def normal_dims(given: Any, rank: int) -> list[int]:
+    """Dimension numbers counted from the front; every dimension for None or an empty list."""
+    dims = [given] if isinstance(given, int) else list(given or range(rank))
+    return [d % rank if rank else 0 for d in dims] if rank else []
+
+
+def letters(count: int, skip: str = "") -> list[str]:
+    """Names of `count` factors."""
+    names = [c for c in "abcdefghijklmnopqrstuvwxyz" if c not in skip]
+    return [names[i] if i < len(names) else f"f{i}" for i in range(count)]
+
+
+def term(factors: list[str]) -> str:
+    """The text of a term; `.` for a tensor of no dimension."""
+    return " ".join(factors) or "."

@@ -1,0 +1,49 @@
+"""The table of layout rules: op -> a line, or a function from a call to its line. Looked up here, written in the files beside, by kind of op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from monoflow._torch import OpOverload
+from monoflow.layout.call import Call
+from monoflow.layout.table.entry import Entry
+from monoflow.layout.table.linear_algebra import RULES as LINEAR_ALGEBRA
+from monoflow.layout.table.pointwise import RULES as POINTWISE
+from monoflow.layout.table.pointwise import pointwise
+
+Rules: TypeAlias = dict[str, Entry]
+
+TABLES: tuple[Rules, ...] = (POINTWISE, LINEAR_ALGEBRA)
+"""Each maps "mm" (every overload of aten.mm), "sum.dim_IntList" (one overload) or "namespace::name" (other libraries) to a rule."""
+
+
+def _merge(tables: tuple[Rules, ...]) -> Rules:
+    merged: Rules = {}
+    for table in tables:
+        twice = merged.keys() & table.keys()
+        if twice:
+            raise AssertionError(f"two rules for {sorted(twice)}")
+        merged.update(table)
+    return merged
+
+
+_RULES = _merge(TABLES)
+
+
+def find_entry(target: OpOverload) -> Entry | None:
+    """The table's entry for an op: for its overload, else for its name, else by PyTorch's tag for elementwise ops."""
+    namespace, name = target._schema.name.split("::")
+    base = name if namespace == "aten" else f"{namespace}::{name}"
+    for key in (f"{base}.{target._overloadname}", base):
+        if key in _RULES:
+            return _RULES[key]
+    return pointwise if torch.Tag.pointwise in target.tags else None
+
+
+def rule_line(call: Call) -> str | None:
+    """The rule of a call as a line, or None where there is none."""
+    entry = find_entry(call.target)
+    return entry(call) if isinstance(entry, Callable) else entry  # type: ignore[arg-type]
