@@ -172,3 +172,20 @@ def inductor_compile(module: fx.GraphModule, examples: list[Any], strides: list[
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
         output.meta["original_output_strides"] = strides
         return compile_fx_inner(decomposed, examples, is_inference=True)
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """PyTorch's own decompositions of ops into simpler ones, by overload.
+
+    Torch.export gives a curated part; the whole table has no public name.
+    """
+    from torch._decomp import decomposition_table
+
+    return decomposition_table
+
+
+def operator_entries() -> list[Any]:
+    """PyTorch's list of operators with sample inputs, from its own test suite; no public package has it."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return list(op_db)

@@ -75,7 +75,10 @@ class LayoutError(MonoflowError):
 
 
 class RankError(MonoflowError):
-    """The ranks do not agree: on the step, its arguments, or the state they start from. Raised on every rank; says what differs on which."""
+    """The ranks do not agree.
+
+    On the step, its arguments, or the state they start from. Raised on every rank; says what differs on which.
+    """
 
 
 class LayoutWarning(UserWarning):

@@ -1,8 +1,8 @@
 """How a tensor lies over the ranks of a mesh: `split`, `broadcast` or `partial`, one for each mesh dimension (OneFlow's SBP).
 
-    S(d)    each rank holds a piece of dimension d, cut as `torch.chunk` cuts (the first pieces may be longer, the last ones shorter or empty)
-    B       each rank holds the whole tensor
-    P       the whole is the elementwise sum of what the ranks hold; P(max), P(min), ... are combined by another reduction
+S(d)    each rank holds a piece of dimension d, cut as `torch.chunk` cuts (the first pieces may be longer, the last ones shorter or empty)
+B       each rank holds the whole tensor
+P       the whole is the elementwise sum of what the ranks hold; P(max), P(min), ... are combined by another reduction
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ class Partial:
 
 Sbp: TypeAlias = Split | Broadcast | Partial
 Layout: TypeAlias = tuple[Sbp, ...]
-"""One Sbp for each dimension of a mesh, outermost first. Two splits of one tensor dimension cut it first by the outer, then by the inner."""
+"""One Sbp for each dimension of a mesh, outermost first.
+
+Two splits of one tensor dimension cut it first by the outer, then by the inner.
+"""
 
 SbpLike: TypeAlias = Sbp | str
 LayoutLike: TypeAlias = SbpLike | Sequence[SbpLike]
@@ -87,7 +90,9 @@ def parse(text: SbpLike) -> Sbp:
         return text
     found = _TEXT.fullmatch(text) if isinstance(text, str) else None
     if found is None:
-        raise SbpError(f'not an SBP: {text!r}. Write "S(0)", "B", "P", "P(max)", or use mf.sbp.split(0), mf.sbp.broadcast, mf.sbp.partial_sum')
+        raise SbpError(
+            f'not an SBP: {text!r}. Write "S(0)", "B", "P", "P(max)", or use mf.sbp.split(0), mf.sbp.broadcast, mf.sbp.partial_sum'
+        )
     if found["b"]:
         return broadcast
     if found["dim"] is not None:

@@ -26,6 +26,9 @@ def _directory(path: str) -> str:
 
 
 _OWN_DIRECTORY = _directory(os.path.dirname(__file__))
+_CHECKS_DIRECTORY = os.path.join(_OWN_DIRECTORY, "testing", "")
+"""Steps written there are captured like anybody's."""
+
 _LIBRARY_DIRECTORIES = tuple(
     dict.fromkeys(
         [_directory(os.path.dirname(torch.__file__))]
@@ -44,7 +47,7 @@ def _kind(filename: str) -> Literal["user", "library", "own"]:
         return "user" if filename.startswith(_TYPED_IN) else "library"
     path = os.path.realpath(filename)
     if path.startswith(_OWN_DIRECTORY):
-        return "own"
+        return "user" if path.startswith(_CHECKS_DIRECTORY) else "own"
     in_library = path.startswith(_LIBRARY_DIRECTORIES) or f"{os.sep}site-packages{os.sep}" in path
     return "library" if in_library else "user"
 

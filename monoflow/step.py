@@ -6,15 +6,16 @@ import functools
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from monoflow.capture import OuterValues, StepGraph, capture, is_capturing
+from monoflow.capture.graph import Captured
 from monoflow.compile import choose_backend, compile_graph, compile_guards
 from monoflow.errors import CompileError, CompileWarning, RecompileWarning, StepError
 from monoflow.progress import Progress
@@ -22,6 +23,10 @@ from monoflow.rewrite import Pass, apply_passes
 from monoflow.run import Executor, keep_freed_memory
 from monoflow.state import Inventory, State
 from monoflow.tree import Rebuild, arguments_key, flatten
+
+if TYPE_CHECKING:
+    from monoflow.placement import Placement
+    from monoflow.sbp import LayoutLike
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -112,33 +117,48 @@ class Step(Generic[P, R]):
     # Finding the graph of a call
 
     def _find(self, leaves: list[Any], structure: Hashable, rebuild: Rebuild) -> Executor:
+        signature, executor = self._look_up(leaves, structure)
+        if executor is None:
+            executor = self._make(signature, leaves, rebuild)
+        return executor
+
+    def _look_up(self, leaves: list[Any], structure: Hashable) -> tuple[_Signature, Executor | None]:
+        """The signature of a call, and the graph made for it before, if there is one."""
         inventory = self._scan()
         arguments = (structure, arguments_key(leaves, inventory.names))
         surroundings = _surroundings()
-        if self._outer is None:
-            self._outer = OuterValues(self.function, self._state)
-        variables = self._outer.key()
+        variables = self._variables()
         if self._last is not None:
             known, signature, executor = self._last
             same = known is inventory and signature.arguments == arguments and signature.surroundings == surroundings
             if same and signature.variables == variables and executor.accepts(leaves):
-                return executor
+                return signature, executor
         signature = _Signature(arguments, inventory.key, surroundings, variables)
-        executors = self._cache.setdefault(signature, [])
-        self._cache.move_to_end(signature)
-        for executor in executors:
+        for executor in self._cache.get(signature, ()):
+            self._cache.move_to_end(signature)
             executor.bind(inventory)
             if executor.accepts(leaves):
-                break
-        else:
-            executor = self._capture(signature, leaves, rebuild)
-            inventory = self._scan()
-            signature = _Signature(arguments, inventory.key, surroundings, variables)
-            executor.bind(inventory)
-            self._cache.setdefault(signature, []).append(executor)
-            self._trim()
+                self._last = (inventory, signature, executor)
+                return signature, executor
+        return signature, None
+
+    def _make(self, signature: _Signature, leaves: list[Any], rebuild: Rebuild) -> Executor:
+        """Captures a graph for a call and remembers it."""
+        executor = self._capture(signature, leaves, rebuild)
+        inventory = self._scan()
+        arguments = (signature.arguments[0], arguments_key(leaves, inventory.names))  # type: ignore[index]
+        signature = _Signature(arguments, inventory.key, signature.surroundings, signature.variables)
+        executor.bind(inventory)
+        self._cache.setdefault(signature, []).append(executor)
+        self._cache.move_to_end(signature)
+        self._trim()
         self._last = (inventory, signature, executor)
         return executor
+
+    def _variables(self) -> Hashable:
+        if self._outer is None:
+            self._outer = OuterValues(self.function, self._state)
+        return self._outer.key()
 
     def _scan(self) -> Inventory:
         if self._inventory is None or not self._inventory.unchanged():
@@ -146,8 +166,6 @@ class Step(Generic[P, R]):
         return self._inventory
 
     def _trim(self) -> None:
-        for signature in [s for s, executors in self._cache.items() if not executors]:
-            del self._cache[signature]
         while sum(map(len, self._cache.values())) > CACHE_SIZE:
             self._cache.popitem(last=False)
 
@@ -163,6 +181,10 @@ class Step(Generic[P, R]):
             if self.passes:
                 progress.room("passes")
                 captured = apply_passes(captured, self.passes)
+            return self._executor(captured, progress)
+
+    def _executor(self, captured: Captured, progress: Progress) -> Executor:
+        """What runs a captured graph."""
         return Executor(captured, compile_guards(captured.guards))
 
     def _compile(self, executor: Executor) -> None:
@@ -170,13 +192,13 @@ class Step(Generic[P, R]):
             progress.room(f"compile ({self.backend})")
             keep_freed_memory()
             try:
-                executor.executable = compile_graph(executor.captured.graph.graph, self.backend, progress.count)
+                executor.executable = compile_graph(executor.graph, self.backend, progress.count)
             except CompileError as exc:
                 if self._given_backend != "auto" or self.backend == "aten":
                     raise
                 warnings.warn(f'step {self.name} runs on backend "aten": {exc}', CompileWarning, stacklevel=4)
                 self.backend = "aten"
-                executor.executable = compile_graph(executor.captured.graph.graph, self.backend, progress.count)
+                executor.executable = compile_graph(executor.graph, self.backend, progress.count)
 
     def _warn(self, signature: _Signature) -> None:
         known = [s for s, executors in self._cache.items() if executors]
@@ -191,7 +213,7 @@ class Step(Generic[P, R]):
             f"since the nearest earlier call this changed: {changed}. "
             "Keep it fixed, or pass it as a tensor or float argument; pad batches to a few sizes.",
             RecompileWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -234,6 +256,10 @@ def _first_difference(old: Any, new: Any) -> str:
 
 def graph(
     *state: nn.Module | Optimizer,
+    placement: Placement | None = None,
+    layout: Mapping[str, LayoutLike] | None = None,
+    inputs: LayoutLike | Mapping[str, LayoutLike] | None = None,
+    sync: Literal["rank0", "error"] = "rank0",
     backend: str = "auto",
     passes: Iterable[Pass] = (),
     progress: bool = True,
@@ -242,21 +268,47 @@ def graph(
 
     Args:
         state: the modules and optimizers that the function uses. Their parameters, buffers and optimizer state are updated in place.
+        placement: the ranks over which the step runs, as `mf.placement(...)`; None for one device. The result is that of one device on the
+            batch of all ranks.
+        layout: how parameters and buffers lie, by patterns of their names: `{"*.up.weight": ["B", "S(0)"]}`; what no pattern fits is B.
+        With
+            S the step replaces the parameter by a global tensor. Gradients and optimizer state lie like their parameter.
+        inputs: how plain tensors among the arguments lie: one layout for all, or `{"mask": "B"}` by argument name. By default a rank
+        passes its part
+            of the batch: cut in dimension 0 over the first mesh dimension, tensors without dimensions B. Global tensors are taken as they
+            are.
+        sync: "rank0" gives all ranks the parameters, buffers and optimizer state of the first one before the first step; "error" raises
+        RankError
+            if they differ.
         backend: "aten" (starts in seconds, equal to eager PyTorch to the bit), "inductor" (generated C++, fastest), or
             "auto": "inductor" where C++ can be built, else "aten" (also, with a warning, for a graph that Inductor cannot compile).
         passes: functions from the captured graph to the same graph, applied in order (see docs/passes.md).
         progress: a line on the terminal while a graph is made; never in logs.
 
-    Raises: StepError for objects that are neither modules nor optimizers, for LBFGS and SparseAdam, and for unknown backends;
-        on the first call CaptureError for what cannot be part of a static graph (nothing has been changed then).
+    Outputs that are B on every mesh dimension come back as plain tensors (partial sums are reduced), others as global tensors.
 
-    The idea of a whole training job as one static graph is OneFlow's (nn.Graph).
+    Raises: StepError for objects that are neither modules nor optimizers, for LBFGS and SparseAdam, and for unknown backends;
+        on the first call CaptureError for what cannot be part of a static graph, LayoutError and SbpError for layouts that do not fit
+        (nothing has been changed then); on every rank RankError where the ranks do not call the same step with parts of the same batch.
+
+    The idea of a whole training job as one static graph over placed tensors is OneFlow's (nn.Graph, SBP).
     """
     owned = State(state)
+    parallel = None
+    if placement is not None:
+        from monoflow.parallel import Options, Parallel  # torch.distributed, which one device never needs
+
+        parallel = Parallel(Options(placement, dict(layout or {}), inputs, sync))
+    elif layout or inputs is not None:
+        raise StepError("layout= and inputs= say how tensors lie over ranks: give placement= as well")
 
     def decorate(function: Callable[P, R]) -> Step[P, R]:
         if not callable(function):
             raise StepError(f"mf.graph decorates a function, got {type(function).__name__}")
+        if parallel is not None:
+            from monoflow.parallel_step import ParallelStep
+
+            return ParallelStep(function, owned, parallel, backend=backend, passes=passes, progress=progress)
         return Step(function, owned, backend=backend, passes=passes, progress=progress)
 
     return decorate

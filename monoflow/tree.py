@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
@@ -51,6 +52,17 @@ def _collect(value: Any, leaves: list[Any], objects: bool) -> Hashable:
     children, key, _ = opened
     kind: Any = type(value)
     return (kind, key, *[_collect(child, leaves, objects) for child in children])
+
+
+def leaf_names(value: Any, name: str) -> list[str]:
+    """A dotted name for each leaf of `flatten(value)`: keys of dictionaries, names of fields, numbers in lists."""
+    opened = _open(value, False)
+    if opened is None:
+        return [name]
+    children, keys, _ = opened
+    named = isinstance(keys, tuple) and len(keys) == len(children) and all(isinstance(k, str) for k in keys)
+    labels = [str(k) for k in keys] if named else [str(i) for i in range(len(children))]  # type: ignore[attr-defined]
+    return [found for child, label in zip(children, labels, strict=True) for found in leaf_names(child, f"{name}.{label}")]
 
 
 def _builder(value: Any, objects: bool) -> Callable[[Iterator[Any]], Any]:
@@ -188,8 +200,15 @@ def arguments_key(leaves: list[Any], known: Mapping[int, str]) -> Hashable:
 
 
 def tensor_key(tensor: torch.Tensor) -> Hashable:
-    """What a graph depends on of a tensor: shape, strides, dtype, device and whether it needs a gradient."""
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+    """What a graph depends on of a tensor: shape, strides, dtype, device and whether it needs a gradient; where a global one lies."""
+    plain = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+    return (*plain, str(tensor.device_mesh), str(tensor.placements)) if is_global(tensor) else plain  # type: ignore[attr-defined]
+
+
+def is_global(value: object) -> bool:
+    """True for a global tensor (PyTorch's DTensor), which nobody has where its module is not imported: that takes time."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def _leaf_key(leaf: Any) -> Hashable:

@@ -30,8 +30,8 @@ _simulated: contextvars.ContextVar[World | None] = contextvars.ContextVar("monof
 def simulate(world_size: int, device: str = "cpu") -> Iterator[World]:
     """Ranks without processes: inside the `with` block placements name `world_size` ranks that all live in this process.
 
-    A step whose placement is simulated is called once for all ranks: plain tensors given to it are whole (the batch of all ranks), and so are the
-    parameters; its ranks run in lockstep, op by op. Plans (`step.plan`) take any number of ranks; running takes memory for each.
+    A step whose placement is simulated is called once for all ranks: plain tensors given to it are whole (the batch of all ranks), and so
+    are the parameters; its ranks run in lockstep, op by op. Plans (`step.plan`) take any number of ranks; running takes memory for each.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise PlacementError(f"mf.simulate takes a number of ranks of at least 1, got {world_size!r}")

@@ -37,6 +37,7 @@ from monoflow.capture.origin import Origins
 from monoflow.errors import CaptureError
 from monoflow.progress import Report
 from monoflow.source import OpInfo
+from monoflow.tree import is_global
 
 _OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim", "")
 
@@ -105,11 +106,16 @@ class Recorder(TorchDispatchMode):
     def _fake(self, real: torch.Tensor) -> torch.Tensor:
         """A leaf with the metadata of `real`, and its Python attributes: what user code may look at."""
         with real_tensors():
-            fake = self.fake_mode.from_tensor(real.detach())  # detached: else its .grad and its base would be made too
+            wrapped = is_global(real) or isinstance(real, FakeTensor)
+            if wrapped:  # a global tensor, or one without memory: the graph is over plain tensors of its whole shape
+                with self.fake_mode:
+                    fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+            else:
+                fake = self.fake_mode.from_tensor(real.detach())  # detached: else its .grad and its base would be made too
             fake.requires_grad = real.requires_grad
             if isinstance(real, torch.nn.Parameter):
                 fake._is_param = True
-        fake.__dict__.update(real.__dict__)
+        fake.__dict__.update({k: v for k, v in vars(real).items() if not wrapped or k not in vars(fake)})
         if real.requires_grad and real.is_leaf:
             copy_hooks(real, fake)
         return fake

@@ -12,7 +12,10 @@ from monoflow._torch import OpOverload
 
 
 class Call:
-    """An op with its arguments. `args` maps every name of the schema to its value, defaults filled in; tensors are fake ones of the whole shape."""
+    """An op with its arguments.
+
+    `args` maps every name of the schema to its value, defaults filled in; tensors are fake ones of the whole shape.
+    """
 
     def __init__(self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.target = target
@@ -37,7 +40,10 @@ class Call:
         return int(self.args[name].dim())
 
     def dims(self, name: str, of: str = "self") -> list[int]:
-        """The dimension(s) in argument `name` as non-negative numbers, in the order given; all of them for None or []. `of` is the tensor meant."""
+        """The dimension(s) in argument `name` as non-negative numbers, in the order given.
+
+        All of them for None or []. `of` is the tensor meant.
+        """
         return normal_dims(self.args[name], self.rank(of))
 
     @functools.cached_property

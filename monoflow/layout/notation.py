@@ -2,7 +2,8 @@
 
     "m k, k n -> m n; linear 0 | 1"        mm: split m, or n, or k (both inputs cut, the output a partial sum)
 
-A line has a *term* for each tensor argument of the op in its schema's order (optional ones too; an absent argument's term is skipped), `->`, and a
+A line has a *term* for each tensor argument of the op in its schema's order (optional ones too; an absent argument's term is skipped),
+`->`, and a
 term for each tensor result. A term names one *factor* for each dimension. Equal names are cut together; what has no factor is held whole.
 
     m k          a tensor of two dimensions                     .        a tensor of no dimension
@@ -11,11 +12,12 @@ term for each tensor result. A term names one *factor* for each dimension. Equal
     [a b]        a list of tensors, each of them `a b`
     +m n         an argument that is added: when the op sums over a factor that is cut, each rank must hold a term of it (P)
 
-Marks on a factor: `k!` must stay whole (so may `...!`); `k@` may be cut, but each rank needs to know where its piece starts (lower/pieces.py rewrites the
+Marks on a factor: `k!` must stay whole (so may `...!`); `k@` may be cut, but each rank needs to know where its piece starts
+(lower/pieces.py rewrites the
 call); `k+` no piece may be empty. A factor that results do not have is reduced: by a sum, unless said otherwise.
 
-After `;`, in any order: `max k`, `min k`, `prod k`, `any k`, `all k` name the reduction of a factor; `linear 0 | 1` says which arguments may hold partial
-sums (counted over the terms): those joined by spaces only all at once, the alternatives between `|` one at a time.
+After `;`, in any order: `max k`, `min k`, `prod k`, `any k`, `all k` name the reduction of a factor; `linear 0 | 1` says which arguments
+may hold partial sums (counted over the terms): those joined by spaces only all at once, the alternatives between `|` one at a time.
 
 The idea of factors is einops' (Rogozhnikov, 2022) and OpenXLA Shardy's; that of linear arguments, OneFlow's.
 """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-from monoflow._torch import below_autograd
+from monoflow._torch import OpOverload, below_autograd
 from monoflow.capture.graph import Captured, Store
 from monoflow.compile.program import Executable
 from monoflow.state import Inventory, NumberEntry
@@ -14,6 +16,8 @@ from monoflow.state import Inventory, NumberEntry
 _Owner = torch.Tensor | int
 """Whose `.grad` is meant: a parameter, or the argument of that number."""
 
+
+_draws = torch.Tag.nondeterministic_seeded
 
 _KEEP_FOR_BACKWARD = (torch.ops.aten.mkldnn_rnn_layer.default,)
 """Ops whose kernels keep what their gradient needs only in grad mode, whether or not autograd runs."""
@@ -23,11 +27,26 @@ class Executor:
     """A captured step, its executable, and where each of its inputs is found.
 
     `bind` looks the state's tensors up once; `run` then only fills in arguments, numbers and gradients.
+
+    Args:
+        graph: what is to be compiled, if not the captured graph itself: the same placeholders and outputs over a rank's pieces.
+        take: makes what the graph computes with of a tensor of the user's.
+        outputs: for each output, what makes the user's tensor of it; None where it is that already.
     """
 
-    def __init__(self, captured: Captured, guards: Executable | None) -> None:
+    def __init__(
+        self,
+        captured: Captured,
+        guards: Executable | None,
+        graph: fx.Graph | None = None,
+        take: Callable[[Any], Any] | None = None,
+        outputs: Sequence[Callable[[Any], Any] | None] = (),
+    ) -> None:
         self.captured = captured
+        self.graph = captured.graph.graph if graph is None else graph
         self.executable: Executable | None = None
+        self._take = take
+        self._made = [(position, make) for position, make in enumerate(outputs) if make is not None]
         self._guards = guards
         self._guard_inputs = _guard_inputs(captured)
         self._arguments = [(p, i.index) for p, i in enumerate(captured.inputs) if i.index >= 0 and i.kind in ("argument", "number")]
@@ -36,7 +55,10 @@ class Executor:
         self._cleared: list[_Owner] = []
         self._absent: list[_Owner] = []
         self._present: list[_Owner] = []
-        self._grad_mode = any(n.target in _KEEP_FOR_BACKWARD for n in captured.graph.graph.nodes)
+        self.draws = any(isinstance(n.target, OpOverload) and _draws in n.target.tags for n in self.graph.nodes)
+        """Whether the graph draws random numbers."""
+        self._grad_mode = any(n.target in _KEEP_FOR_BACKWARD for n in self.graph.nodes)
+        self._taken = [p for p, i in enumerate(captured.inputs) if i.kind in ("argument", "gradient")]
         self._values: list[Any] = []
         self._numbers: list[tuple[int, NumberEntry]] = []
         self._bound: Inventory | None = None
@@ -53,6 +75,7 @@ class Executor:
             value: Any = source.value
             if source.kind == "parameter" or source.kind == "buffer" or source.kind == "optimizer":
                 value = inventory.entry(source.kind, source.name).tensor
+                value = value if self._take is None else self._take(value)
             elif source.kind == "gradient":
                 self._gradients.append((position, _owner(source.parameter, source.index, inventory)))
             elif source.kind == "number" and source.index < 0:
@@ -89,6 +112,8 @@ class Executor:
             raise RuntimeError("the graph is not compiled")
         with torch.set_grad_enabled(self._grad_mode and torch.is_grad_enabled()), below_autograd():
             outputs = self.executable(self._inputs(leaves))
+        for position, make in self._made:
+            outputs[position] = make(outputs[position])
         for position, store, argument in self._writes:
             if store is not None:
                 store(outputs[position])
@@ -106,6 +131,9 @@ class Executor:
             values[position] = number.read()
         for position, owner in self._gradients:
             values[position] = _tensor_of(owner, leaves).grad
+        if self._take is not None:
+            for position in self._taken:
+                values[position] = self._take(values[position])
         return values
 
 

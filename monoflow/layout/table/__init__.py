@@ -1,8 +1,10 @@
-"""The table of layout rules: op -> a line, or a function from a call to its line. Looked up here, written in the files beside, by kind of op."""
+"""The table of layout rules.
+
+Op -> a line, or a function from a call to its line. Looked up here, written in the files beside, by kind of op.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -10,13 +12,19 @@ import torch
 from monoflow._torch import OpOverload
 from monoflow.layout.call import Call
 from monoflow.layout.table.entry import Entry
+from monoflow.layout.table.factories import RULES as FACTORIES
+from monoflow.layout.table.indexing import RULES as INDEXING
 from monoflow.layout.table.linear_algebra import RULES as LINEAR_ALGEBRA
+from monoflow.layout.table.lists import each
+from monoflow.layout.table.neural import RULES as NEURAL
 from monoflow.layout.table.pointwise import RULES as POINTWISE
 from monoflow.layout.table.pointwise import pointwise
+from monoflow.layout.table.reductions import RULES as REDUCTIONS
+from monoflow.layout.table.views import RULES as VIEWS
 
 Rules: TypeAlias = dict[str, Entry]
 
-TABLES: tuple[Rules, ...] = (POINTWISE, LINEAR_ALGEBRA)
+TABLES: tuple[Rules, ...] = (POINTWISE, LINEAR_ALGEBRA, VIEWS, REDUCTIONS, INDEXING, FACTORIES, NEURAL)
 """Each maps "mm" (every overload of aten.mm), "sum.dim_IntList" (one overload) or "namespace::name" (other libraries) to a rule."""
 
 
@@ -40,10 +48,12 @@ def find_entry(target: OpOverload) -> Entry | None:
     for key in (f"{base}.{target._overloadname}", base):
         if key in _RULES:
             return _RULES[key]
+    if base.startswith(("_foreach_", "_fused_")):
+        return each
     return pointwise if torch.Tag.pointwise in target.tags else None
 
 
 def rule_line(call: Call) -> str | None:
     """The rule of a call as a line, or None where there is none."""
     entry = find_entry(call.target)
-    return entry(call) if isinstance(entry, Callable) else entry  # type: ignore[arg-type]
+    return entry if entry is None or isinstance(entry, str) else entry(call)

@@ -1,0 +1,176 @@
+"""Ops said again in simpler ones, for layouts that the op's own rule is too coarse for.
+
+Vocabulary-parallel softmax, batch norm over a cut batch, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    x = x.float() if half_to_float else x
+    shifted = x - aten.amax(x, [dim], True)
+    return shifted - aten.log(aten.sum(aten.exp(shifted), [dim], True))
+
+
+def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    x = x.float() if half_to_float else x
+    e = aten.exp(x - aten.amax(x, [dim], True))
+    return e / aten.sum(e, [dim], True)
+
+
+def log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    return aten._to_copy(grad - aten.exp(output) * aten.sum(grad, [dim], True), dtype=input_dtype)
+
+
+def softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    weighted = grad * output
+    return aten._to_copy(weighted - output * aten.sum(weighted, [dim], True), dtype=input_dtype)
+
+
+def mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return aten.div.Scalar(aten.sum(x, dtype=dtype), x.numel())
+
+
+def mean_dim(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    return aten.div.Scalar(aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype), count)
+
+
+def nll_loss(logp: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Mean: the sum over the sum of weights. Over cut classes: a masked gather."""
+    if reduction == 1:
+        total, weights = aten.nll_loss_forward(logp, target, weight, 2, ignore_index)
+        return total / weights, weights
+    dim = logp.dim() - 1
+    kept = aten.ne.Scalar(target, ignore_index)
+    safe = aten.where.self(kept, target, aten.zeros_like(target))
+    picked = aten.squeeze.dim(aten.gather(logp, dim, aten.unsqueeze(safe, dim)), dim)
+    weights = aten.index_select(weight, 0, aten.reshape(safe, [-1])).reshape(target.shape) if weight is not None else aten.ones_like(picked)
+    weights = aten.where.self(kept, weights, aten.zeros_like(weights))
+    losses = -picked * weights
+    if reduction == 0:
+        return losses, aten.zeros([], dtype=logp.dtype, device=logp.device)
+    return aten.sum(losses), aten.sum(weights)
+
+
+def nll_loss_backward(
+    grad: Tensor, logp: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total: Tensor
+) -> Tensor:
+    dim = logp.dim() - 1
+    kept = aten.ne.Scalar(target, ignore_index)
+    safe = aten.where.self(kept, target, aten.zeros_like(target))
+    weights = (
+        aten.index_select(weight, 0, aten.reshape(safe, [-1])).reshape(target.shape)
+        if weight is not None
+        else aten.ones([*target.shape], dtype=logp.dtype)
+    )
+    weights = aten.where.self(kept, weights, aten.zeros_like(weights))
+    grad = grad / total if reduction == 1 else grad
+    each = aten.unsqueeze(-grad * weights, dim)
+    classes = aten.arange(logp.shape[dim], device=logp.device)
+    hit = aten.eq.Tensor(aten.unsqueeze(safe, dim), classes)
+    return aten.where.self(hit, each, aten.zeros([], dtype=logp.dtype, device=logp.device))
+
+
+def layer_norm(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    mu = mean_dim(x, dims, True)
+    centred = x - mu
+    rstd = aten.rsqrt(mean_dim(centred * centred, dims, True) + eps)
+    out = centred * rstd
+    out = out * weight if weight is not None else out
+    return (out + bias if bias is not None else out), mu, rstd
+
+
+def layer_norm_backward(
+    grad: Tensor, x: Tensor, shape: list[int], mu: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, mask: list[bool]
+) -> tuple[Tensor | None, ...]:
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    rows = list(range(x.dim() - len(shape)))
+    normed = (x - mu) * rstd
+    inner = grad * weight if weight is not None else grad
+    found = rstd * (inner - mean_dim(inner, dims, True) - normed * mean_dim(inner * normed, dims, True)) if mask[0] else None
+    weights = (aten.sum.dim_IntList(grad * normed, rows) if rows else grad * normed) if mask[1] else None
+    biases = (aten.sum.dim_IntList(grad, rows) if rows else aten.clone(grad)) if mask[2] else None
+    return found, weights, biases
+
+
+def _channels(x: Tensor, value: Tensor) -> Tensor:
+    return aten.reshape(value, [1, value.shape[0], *[1] * (x.dim() - 2)])
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """Two passes over the whole batch: mean, then variance about it."""
+    dims = [0, *range(2, x.dim())]
+    count = x.numel() // x.shape[1]
+    mu = mean_dim(x, dims)
+    centred = x - _channels(x, mu)
+    var = mean_dim(centred * centred, dims)
+    rstd = aten.rsqrt(var + eps)
+    out = centred * _channels(x, rstd)
+    out = out * _channels(x, weight) if weight is not None else out
+    out = out + _channels(x, bias) if bias is not None else out
+    if running_mean is None or running_var is None:
+        return out, mu, rstd
+    unbiased = aten.mul.Scalar(var, count / max(count - 1, 1))
+    return out, mu, rstd, running_mean * (1 - momentum) + mu * momentum, running_var * (1 - momentum) + unbiased * momentum
+
+
+def batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mu: Tensor | None,
+    rstd: Tensor | None,
+    train: bool,
+    eps: float,
+    mask: list[bool],
+) -> tuple[Tensor | None, ...]:
+    assert mu is not None and rstd is not None
+    dims = [0, *range(2, x.dim())]
+    normed = (x - _channels(x, mu)) * _channels(x, rstd)
+    summed, dotted = aten.sum.dim_IntList(grad, dims), aten.sum.dim_IntList(grad * normed, dims)
+    count = x.numel() // x.shape[1]
+    inner = grad - _channels(x, aten.div.Scalar(summed, count)) - normed * _channels(x, aten.div.Scalar(dotted, count))
+    scale = rstd * weight if weight is not None else rstd
+    return (inner * _channels(x, scale) if mask[0] else None), (dotted if mask[1] else None), (summed if mask[2] else None)
+
+
+EXPANSIONS: dict[str, Callable[..., Any]] = {
+    "_log_softmax": log_softmax,
+    "_softmax": softmax,
+    "_log_softmax_backward_data": log_softmax_backward,
+    "_softmax_backward_data": softmax_backward,
+    "mean.default": mean,
+    "mean.dim": mean_dim,
+    "nll_loss_forward": nll_loss,
+    "nll_loss_backward": nll_loss_backward,
+    "native_layer_norm": layer_norm,
+    "native_layer_norm_backward": layer_norm_backward,
+    "_native_batch_norm_legit_functional": batch_norm,
+    "native_batch_norm": batch_norm,
+    "native_batch_norm_backward": batch_norm_backward,
+}
+"""Op -> a function of the same arguments."""

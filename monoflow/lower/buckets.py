@@ -1,0 +1,120 @@
+"""Fewer, larger all-reduces: each is issued as soon as its value is there, joined with its neighbours, and waited for at its first use.
+
+Gradients of a training step are produced one by one through the backward pass and needed at its end; joined in buckets, they travel while
+the rest of the backward pass is computed (Li et al., 2020: PyTorch Distributed).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from monoflow._torch import FakeTensorMode, fake_mode_of
+from monoflow.lower.emit import Emitter
+
+BUCKET_BYTES = 25 * 2**20
+"""Size of a bucket: large enough that latency does not count, small enough that the first leaves early."""
+
+_aten = torch.ops.aten
+_functional: Any = torch.ops._c10d_functional
+
+
+def bucket(graph: fx.Graph, limit: int = BUCKET_BYTES) -> None:
+    """Rewrites one rank's graph in place. The order of collectives depends on the graph alone, hence is the same on every rank."""
+    _issue_early(graph)
+    for members in _buckets(graph, limit):
+        if len(members) > 1:
+            _join(graph, members)
+    _wait_late(graph)
+
+
+def _issue_early(graph: fx.Graph) -> None:
+    """Moves every all-reduce to just behind the op that makes its value; those of one value keep their order."""
+    for node in graph.find_nodes(op="call_function", target=_functional.all_reduce.default):
+        value = node.args[0]
+        if value.op != "placeholder":
+            value.append(node)
+
+
+@dataclass(slots=True)
+class _Open:
+    """A bucket that is being filled."""
+
+    members: list[fx.Node] = field(default_factory=list)
+    size: int = 0
+
+
+def _buckets(graph: fx.Graph, limit: int) -> list[list[fx.Node]]:
+    """All-reduces of one kind that follow each other, until the bucket is full or one of them is needed."""
+    closed: list[list[fx.Node]] = []
+    by_kind: dict[Hashable, _Open] = {}
+    kind_of: dict[fx.Node, Hashable] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            kind = kind_of.get(source)
+            if kind is not None and kind in by_kind and node.target is not _functional.wait_tensor.default:
+                closed.append(by_kind.pop(kind).members)
+        if node.target is _functional.wait_tensor.default and node.args[0] in kind_of:
+            source = node.args[0]
+            kind = kind_of[source]
+            if kind in by_kind and source in by_kind[kind].members:
+                kind_of[node] = kind  # who uses what is waited for needs the bucket
+        elif node.target is _functional.all_reduce.default:
+            value = node.meta["val"]
+            kind = (node.args[1], node.args[2], value.dtype)
+            kind_of[node] = kind
+            opened = by_kind.setdefault(kind, _Open())
+            opened.members.append(node)
+            opened.size += value.numel() * value.element_size()
+            if opened.size >= limit:
+                closed.append(by_kind.pop(kind).members)
+    return closed + [opened.members for opened in by_kind.values()]
+
+
+def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
+    """One all-reduce in the place of several; their results are views of its result."""
+    last = members[-1]
+    emit = Emitter(graph, fake_mode_of([last.meta["val"]]) or FakeTensorMode())
+    emit.info = last.meta.get("op")
+    with graph.inserting_before(last.next):
+        flat = [emit.call(_aten.reshape.default, m.args[0], [-1]) for m in members]
+        joined = emit.call(_aten.cat.default, flat)
+        reduced = emit.call(_functional.all_reduce.default, joined, *last.args[1:])
+        waited = emit.call(_functional.wait_tensor.default, reduced)
+        sizes = [m.meta["val"].numel() for m in members]
+        parts = emit.call(_aten.split_with_sizes.default, waited, sizes)
+        for index, member in enumerate(members):
+            emit.info = member.meta.get("op")
+            part = emit.node(operator.getitem, (parts, index), {}, parts.meta["val"][index])
+            shaped = emit.call(_aten.view.default, part, list(member.meta["val"].shape))
+            for user in list(member.users):
+                if user.target is _functional.wait_tensor.default:
+                    user.replace_all_uses_with(shaped)
+                    graph.erase_node(user)
+    for member in members:
+        graph.erase_node(member)
+
+
+def _wait_late(graph: fx.Graph) -> None:
+    """Moves waits, and the views of what is waited for, to just before their first use."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in reversed(list(graph.nodes)):
+        if _moves_with_wait(node) and node.users:
+            first = min(node.users, key=order.__getitem__)
+            first.prepend(node)
+            order[node] = order[first]
+
+
+def _moves_with_wait(node: fx.Node) -> bool:
+    while node.op == "call_function":
+        if node.target is _functional.wait_tensor.default:
+            return True
+        if node.target not in (operator.getitem, _aten.split_with_sizes.default, _aten.view.default):
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    return False

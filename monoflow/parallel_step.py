@@ -1,0 +1,193 @@
+"""A step over several ranks: before it runs, the ranks agree that they all run the same graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from monoflow.capture import is_capturing
+from monoflow.capture.graph import Captured, describe_node
+from monoflow.errors import RankError
+from monoflow.layout.lay_out import LaidOut
+from monoflow.parallel import Call, Parallel
+from monoflow.progress import Progress
+from monoflow.rewrite import Pass
+from monoflow.run import Executor
+from monoflow.run.agreement import fingerprint64, stable_text
+from monoflow.state import State
+from monoflow.step import Step, _Signature, _surroundings
+from monoflow.tree import Rebuild, arguments_key, flatten, leaf_names
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """A graph, what the ranks had agreed on for the call for which it was found, and the signatures of all of them then."""
+
+    executor: Executor
+    serial: int
+    call: Call
+    marks: tuple[int, ...]
+
+
+class ParallelStep(Step[P, R]):
+    """A `Step` whose tensors lie over the ranks of a placement."""
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        state: State,
+        parallel: Parallel,
+        *,
+        backend: str = "auto",
+        passes: Iterable[Pass] = (),
+        progress: bool = True,
+    ) -> None:
+        super().__init__(function, state, backend=backend, passes=passes, progress=progress)
+        self._parallel = parallel
+        self._known: dict[Hashable, _Known] = {}
+        self._serials: dict[Executor, int] = {}
+        self._laid: dict[Executor, LaidOut] = {}
+        self._call: Call | None = None
+        self._marks: dict[Hashable, int] = {}
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if is_capturing():
+            return self.function(*args, **kwargs)
+        leaves, structure, rebuild = flatten((args, kwargs))
+        known = self._agreed(leaves, structure, rebuild, args, kwargs)
+        executor = known.executor
+        if executor.executable is None:
+            self._together(lambda: self._compile(executor))
+        for index in known.call.recut:
+            leaves[index] = self._parallel.recut(leaves[index], known.call.layouts[index])
+        with self._parallel.randomness(executor):
+            result: R = executor.run(leaves)
+        return result
+
+    def laid_out(self, *args: P.args, **kwargs: P.kwargs) -> LaidOut:
+        """The laid-out graph that a call with these arguments runs. Collective. Raises what a call would raise before it runs."""
+        leaves, structure, rebuild = flatten((args, kwargs))
+        return self._laid[self._agreed(leaves, structure, rebuild, args, kwargs).executor]
+
+    def _agreed(self, leaves: list[Any], structure: Hashable, rebuild: Rebuild, args: Any, kwargs: Any) -> _Known:
+        """The graph of a call that is the same call on every rank. Raises RankError on all of them where it is not."""
+        parallel = self._parallel
+        mark, refused = self._mark(leaves, structure)
+        known = self._known.get(mark)
+        if known is not None and not known.executor.accepts(leaves):
+            known = None
+        if parallel.agreement is None:
+            if refused is not None:
+                raise refused
+            return known or self._agree(mark, leaves, structure, rebuild, args, kwargs)
+        serial = -1 if known is None else known.serial
+        numbers = hash((self._numbers(), tuple(leaf for leaf in leaves if isinstance(leaf, float))))
+        table = parallel.agreement.exchange(
+            (mark, serial, numbers, refused is not None, parallel.generator_mark(None if known is None else known.executor))
+        )
+        if any(row[3] for row in table):
+            parallel.agreement.all_or_none(refused)
+        if len({row[2] for row in table}) > 1:
+            self._numbers_differ(leaves)
+        if known is not None and all(row[1] == serial for row in table) and known.marks == tuple(row[0] for row in table):
+            parallel.note_generators([row[4] for row in table])
+            return known
+        return self._agree(mark, leaves, structure, rebuild, args, kwargs)
+
+    def _mark(self, leaves: list[Any], structure: Hashable) -> tuple[int, Exception | None]:
+        """64 bits of this rank's own signature; the exception if the arguments cannot have one."""
+        try:
+            inventory = self._scan()
+            key = (inventory.key, structure, arguments_key(leaves, inventory.names), _surroundings(), self._variables())
+            if key not in self._marks:
+                self._marks[key] = fingerprint64(stable_text(key))
+            return self._marks[key], None
+        except Exception as exc:
+            return 0, exc
+
+    def _numbers(self) -> tuple[int | float, ...]:
+        return tuple(number.read() for number in self._scan().numbers)
+
+    def _numbers_differ(self, leaves: list[Any]) -> None:
+        assert self._parallel.agreement is not None
+        lines = [f"{n.name} = {n.read()}" for n in self._scan().numbers] + [f"float argument {v}" for v in leaves if isinstance(v, float)]
+        self._parallel.agreement.check_equal("a number (learning rate, option of an optimizer, float argument)", "\n".join(lines))
+
+    def _agree(self, mark: int, leaves: list[Any], structure: Hashable, rebuild: Rebuild, args: Any, kwargs: Any) -> _Known:
+        """Tells the other ranks everything about the call, and finds or makes the graph for it."""
+        parallel = self._parallel
+        inventory = self._scan()
+        variables = self._variables()
+        marks: tuple[int, ...] = (mark,)
+        if parallel.agreement is not None:
+            marks = tuple(row[0] for row in parallel.agreement.exchange((mark,)))
+        names = self._argument_names(args, kwargs, len(leaves))
+        call = parallel.agree(leaves, names, inventory.names, (structure, _surroundings(), variables))
+        parallel.sync_state(inventory)
+        signature, executor = self._look_up(call.whole, structure)
+        if parallel.agreement is not None:
+            serials = [s for (s,) in parallel.agreement.exchange((-1 if executor is None else self._serials[executor],))]
+            if len(set(serials)) > 1:
+                graphs = dict(zip(sorted(parallel.placement.ranks), serials, strict=True))
+                raise RankError(
+                    "the ranks need different graphs for this call: which gradients are set on entry, or a number that the step "
+                    f"branches on, differs between them (graph by rank, -1 for a new one: {graphs})"
+                )
+        if executor is None:
+            self._call = call
+            executor = self._make(signature, call.whole, rebuild)
+        known = _Known(executor, self._serials[executor], call, marks)
+        self._known[self._mark(leaves, structure)[0]] = known
+        parallel.note_generators([])
+        return known
+
+    def _argument_names(self, args: Any, kwargs: Any, count: int) -> list[str]:
+        try:
+            bound = inspect.signature(self.function).bind(*args, **kwargs).arguments
+            names = [found for name, value in bound.items() for found in leaf_names(value, name)]
+        except TypeError:
+            names = []
+        return names if len(names) == count else [f"argument {i}" for i in range(count)]
+
+    # Making a graph
+
+    def _capture(self, signature: _Signature, leaves: list[Any], rebuild: Rebuild) -> Executor:
+        executor: Executor = self._together(lambda: super(ParallelStep, self)._capture(signature, leaves, rebuild))
+        if self._parallel.agreement is not None:
+            self._parallel.agreement.check_equal("the graph of the step", plan_text(self._laid[executor]))
+        return executor
+
+    def _together(self, make: Callable[[], Any]) -> Any:
+        """Runs `make` on every rank; where it fails on one, an error is raised on all."""
+        agreement = self._parallel.agreement
+        try:
+            made = make()
+        except Exception as exc:
+            if agreement is not None:
+                agreement.all_or_none(exc)
+            raise
+        if agreement is not None:
+            agreement.all_or_none(None)
+        return made
+
+    def _executor(self, captured: Captured, progress: Progress) -> Executor:
+        assert self._call is not None
+        progress.room("layout")
+        inventory = self._scan()
+        laid = self._parallel.lay_out(captured, inventory, self._call)
+        progress.room("lowering")
+        executor = self._parallel.executor(laid, self._state, inventory)
+        self._laid[executor] = laid
+        self._serials[executor] = self.graphs_made
+        return executor
+
+
+def plan_text(laid: LaidOut) -> str:
+    """Every op with the layouts of its arguments and of its result: equal on ranks that run the same plan."""
+    lines = (f"{describe_node(n)}: {n.meta.get('needs', ())} -> {n.meta.get('layout', ())}" for n in laid.captured.graph.graph.nodes)
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What keeps every room honest: checks by execution."""
