@@ -181,6 +181,34 @@ def memory_of(nodes: Iterable[fx.Node]) -> Iterator[int]:
     return (storage_id(tensor) for node in nodes for tensor in tensors_of(node))
 
 
+def overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """True unless two tensors lie in different memory, or in stretches of the same memory that do not meet."""
+    if storage_id(left) != storage_id(right):
+        return False
+    if left.layout is not torch.strided or right.layout is not torch.strided:
+        return True
+    (a, b), (c, d) = _stretch(left), _stretch(right)
+    return a < d and c < b
+
+
+def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
+    """Bytes of the storage from the first to behind the last element."""
+    if not tensor.numel():
+        return 0, 0
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.element_size(), (last + 1) * tensor.element_size()
+
+
+def only_looks(user: fx.Node, value: fx.Node) -> bool:
+    """True for an op that makes a view of a value and reads nothing of it."""
+    if user.op != "call_function" or not isinstance(value.meta.get("val"), torch.Tensor) or written_nodes(user):
+        return False
+    memory = storage_id(value.meta["val"])
+    results = list(tensors_of(user))
+    return bool(results) and all(storage_id(r) == memory for r in results)
+
+
 def is_effect(node: fx.Node) -> bool:
     """True for an op that must run although nobody uses its result: it writes, or it draws random numbers."""
     if node.op != "call_function":

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload, storage_id
-from monoflow.capture.graph import written_nodes
+from monoflow.capture.graph import only_looks, overlap, written_nodes
 
 _aten = torch.ops.aten
 
@@ -62,6 +62,8 @@ class Aliases:
         for other in self.by_storage[storage_id(value)]:
             if other.op == "placeholder":
                 return False
+            if not overlap(other.meta["val"], value):
+                continue
             writes_later = self.position[other] > self.position[node] and not _follows(other, node)
             used_later = other is not node and self.position[other] < self.position[node] and self._used_after(other, node)
             if writes_later or used_later:
@@ -88,7 +90,7 @@ class Aliases:
         return storage_id(node.meta["val"])
 
     def _used_after(self, other: fx.Node, node: fx.Node) -> bool:
-        return any(self.position[user] > self.position[node] for user in other.users)
+        return any(self.position[user] > self.position[node] and not only_looks(user, other) for user in other.users)
 
 
 def _follows(node: fx.Node, ancestor: fx.Node) -> bool:

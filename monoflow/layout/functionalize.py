@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from monoflow._torch import FakeTensorMode, OpOverload, fake_mode_of, storage_id
-from monoflow.capture.graph import Captured, StepGraph, describe_node, written_nodes
+from monoflow.capture.graph import Captured, StepGraph, describe_node, is_effect, written_nodes
 from monoflow.errors import LayoutError
 from monoflow.layout.call import bind_arguments
 from monoflow.layout.options import flat_tensors
@@ -61,6 +61,7 @@ class _Functional:
                 self.new.output(outputs)
             else:
                 self._call(node)
+        self.new.eliminate_dead_code(is_effect)  # bases put together again for views that nobody takes anew
         return self.new
 
     def _write_back(self) -> None:

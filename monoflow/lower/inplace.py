@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from monoflow._torch import OpOverload, storage_id
+from monoflow._torch import FakeTensorMode, OpOverload, fake_mode_of, storage_id
+from monoflow.capture.graph import only_looks, overlap
 from monoflow.layout.call import bind_arguments
+from monoflow.layout.options import flat_tensors
 
 _aten = torch.ops.aten
 _copy = torch.ops.aten.copy_.default
@@ -29,9 +31,23 @@ def restore_inplace(graph: fx.Graph) -> None:
     for target, copy in list(copies.items()):
         chain = _chain(target, copy, readers)
         if chain:
-            for node in chain:
-                node.target = _inplace_twin(node.target) or node.target
+            for node in reversed(chain):
+                readers.write_over(node)
             graph.erase_node(copy)
+    for node in graph.nodes:
+        if "written" in node.meta and _may_write_over(node, readers):
+            readers.write_over(node)
+
+
+def _may_write_over(node: fx.Node, readers: _Readers) -> bool:
+    """True for an op that the user wrote in place, where nobody reads what it overwrites: a value made in the graph."""
+    before: Any = node.args[0] if node.args else None
+    if _inplace_twin(node.target) is None or not isinstance(before, fx.Node) or not _alike(before, node):
+        return False
+    group = readers.sharing[storage_id(before.meta["val"])]
+    if any(alias.op == "placeholder" for alias in group) or any(a is before for a in node.args[1:]):
+        return False
+    return readers.last_before(before, node)
 
 
 class _Readers:
@@ -39,19 +55,35 @@ class _Readers:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
+        self.mode = fake_mode_of(list(flat_tensors([n.meta.get("val") for n in graph.nodes]))) or FakeTensorMode()
         self.sharing: dict[int, list[fx.Node]] = {}
         for node in graph.nodes:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
                 self.sharing.setdefault(storage_id(value), []).append(node)
 
+    def write_over(self, node: fx.Node) -> None:
+        """`node` becomes its in-place twin: its result, and what is a view of it, lie in the memory of its first argument from here on."""
+        before: Any = node.args[0]
+        node.target = _inplace_twin(node.target) or node.target
+        moved = sorted(self.sharing.pop(storage_id(node.meta["val"])), key=self.position.__getitem__)
+        node.meta["val"] = before.meta["val"]
+        group = self.sharing[storage_id(before.meta["val"])]
+        for alias in moved:
+            if alias is not node:
+                args, kwargs = fx.node.map_arg((alias.args, alias.kwargs), lambda n: n.meta["val"])
+                with self.mode, torch.no_grad():
+                    alias.meta["val"] = alias.target(*args, **kwargs)  # type: ignore[operator]
+            group.append(alias)
+
     def last_before(self, value: fx.Node, node: fx.Node, allowed: fx.Node | None = None) -> bool:
         """True when nothing reads the memory of `value` after `node`, other than `allowed`."""
         at = self.position[node]
-        for alias in self.sharing[storage_id(value.meta["val"])]:
-            if any(self.position[user] > at and user is not allowed for user in alias.users):
+        group = [a for a in self.sharing[storage_id(value.meta["val"])] if overlap(a.meta["val"], value.meta["val"])]
+        for alias in group:
+            if any(self.position[user] > at and user is not allowed and not only_looks(user, alias) for user in alias.users):
                 return False
-        return not any(alias is not value and alias in node.all_input_nodes for alias in self.sharing[storage_id(value.meta["val"])])
+        return not any(alias is not value and alias in node.all_input_nodes for alias in group)
 
 
 def _chain(target: fx.Node, copy: fx.Node, readers: _Readers) -> list[fx.Node]:

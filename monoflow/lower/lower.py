@@ -58,6 +58,8 @@ class _Lowering:
 
     def _set(self, node: fx.Node, local: fx.Node) -> None:
         self.local[node] = local
+        if "written" in node.meta and local.op == "call_function":
+            local.meta["written"] = True
         if isinstance(node.meta.get("val"), torch.Tensor):
             self.versions[node] = {layout_of(node): local}
 
