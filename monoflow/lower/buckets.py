@@ -7,6 +7,7 @@ the rest of the backward pass is computed (Li et al., 2020: PyTorch Distributed)
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from monoflow._torch import FakeTensorMode, fake_mode_of
+from monoflow._torch import FakeTensorMode, fake_mode_of, storage_id
+from monoflow.capture.graph import memory_of
 from monoflow.lower.emit import Emitter
 
 BUCKET_BYTES = 25 * 2**20
@@ -30,7 +32,19 @@ def bucket(graph: fx.Graph, limit: int = BUCKET_BYTES) -> None:
     for members in _buckets(graph, limit):
         if len(members) > 1:
             _join(graph, members)
+    _reduce_in_place(graph)
     _wait_late(graph)
+
+
+def _reduce_in_place(graph: fx.Graph) -> None:
+    """A value that nobody else needs is reduced where it is: the functional op would copy it first."""
+    sharing = Counter(memory_of(graph.nodes))
+    for node in graph.find_nodes(op="call_function", target=_functional.all_reduce.default):
+        value: Any = node.args[0]
+        fresh = value.op == "call_function" and len(value.users) == 1 and isinstance(value.meta["val"], torch.Tensor)
+        if fresh and sharing[storage_id(value.meta["val"])] == 1 and value.meta["val"].is_contiguous():
+            node.target = _functional.all_reduce_.default
+            node.meta["val"] = value.meta["val"]
 
 
 def _issue_early(graph: fx.Graph) -> None:
