@@ -7,15 +7,20 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+from torch import fx
+
 from monoflow.capture import is_capturing
 from monoflow.capture.graph import Captured, describe_node
 from monoflow.errors import RankError
+from monoflow.explain.plan import Plan, PlannedCollective, PlannedTensor
 from monoflow.layout.lay_out import LaidOut
+from monoflow.lower.traffic import collectives_of
 from monoflow.parallel import Call, Parallel
 from monoflow.progress import Progress
 from monoflow.rewrite import Pass
 from monoflow.run import Executor
 from monoflow.run.agreement import fingerprint64, stable_text
+from monoflow.sbp import format_layout
 from monoflow.state import State
 from monoflow.step import Step, _Signature, _surroundings
 from monoflow.tree import Rebuild, arguments_key, flatten, leaf_names
@@ -73,6 +78,14 @@ class ParallelStep(Step[P, R]):
         """The laid-out graph that a call with these arguments runs. Collective. Raises what a call would raise before it runs."""
         leaves, structure, rebuild = flatten((args, kwargs))
         return self._laid[self._agreed(leaves, structure, rebuild, args, kwargs).executor]
+
+    def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
+        """What a call with these arguments does on a rank, without running it: layouts, collectives, bytes. Collective.
+
+        With simulated ranks the arguments are whole; model and batch may be fake tensors, so that a plan for thousands of ranks needs no memory.
+        """
+        laid = self.laid_out(*args, **kwargs)
+        return make_plan(self.name, laid, self._parallel.local_graph(laid, (0,) * laid.placement.ndim))
 
     def _agreed(self, leaves: list[Any], structure: Hashable, rebuild: Rebuild, args: Any, kwargs: Any) -> _Known:
         """The graph of a call that is the same call on every rank. Raises RankError on all of them where it is not."""
@@ -185,6 +198,31 @@ class ParallelStep(Step[P, R]):
         self._laid[executor] = laid
         self._serials[executor] = self.graphs_made
         return executor
+
+
+def make_plan(name: str, laid: LaidOut, local: fx.Graph) -> Plan:
+    """The plan of a laid-out step, from the graph of its first rank."""
+    placement = laid.placement
+    names = placement.names or tuple(map(str, range(placement.ndim)))
+    state = []
+    nodes = local.find_nodes(op="placeholder")
+    for source, found, whole, node in zip(laid.captured.inputs, laid.inputs, _placeholders(laid), nodes, strict=True):
+        if found is not None and source.kind in ("parameter", "buffer", "optimizer", "gradient"):
+            piece = node.meta["val"]
+            size = piece.numel() * piece.element_size()
+            state.append(PlannedTensor(source.kind, source.name, tuple(whole.meta["val"].shape), format_layout(found), size))
+    collectives = []
+    for c in collectives_of(local, placement.shape):
+        user = None if c.source is None else c.source.user
+        phase, module = ("", "") if c.source is None else (c.source.phase, c.source.module)
+        dtype = str(c.dtype).removeprefix("torch.")
+        line = "" if user is None else str(user)
+        collectives.append(PlannedCollective(c.kind, names[c.mesh_dim], c.ranks, dtype, c.size, c.sent, phase, module, line))
+    return Plan(name, str(placement), tuple(state), tuple(collectives))
+
+
+def _placeholders(laid: LaidOut) -> list[fx.Node]:
+    return laid.captured.graph.graph.find_nodes(op="placeholder")
 
 
 def plan_text(laid: LaidOut) -> str:

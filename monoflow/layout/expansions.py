@@ -5,6 +5,7 @@ Vocabulary-parallel softmax, batch norm over a cut batch, ...
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,49 @@ def batch_norm_backward(
     return (inner * _channels(x, scale) if mask[0] else None), (dotted if mask[1] else None), (summed if mask[2] else None)
 
 
+def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """A reduction of powers, and the root of it."""
+    x = aten._to_copy(x, dtype=dtype) if dtype is not None else x
+    dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
+    size = aten.abs(x)
+    if ord == math.inf:
+        return aten.amax(size, dims, keepdim)
+    if ord == -math.inf:
+        return aten.amin(size, dims, keepdim)
+    if ord == 0:
+        return aten.sum.dim_IntList(aten._to_copy(aten.ne.Scalar(x, 0), dtype=size.dtype), dims, keepdim)
+    if ord == 1:
+        return aten.sum.dim_IntList(size, dims, keepdim)
+    if ord == 2:
+        return aten.sqrt(aten.sum.dim_IntList(size * size, dims, keepdim))
+    return aten.pow.Tensor_Scalar(aten.sum.dim_IntList(aten.pow.Tensor_Scalar(size, ord), dims, keepdim), 1 / ord)
+
+
+def foreach_norm(tensors: list[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    return [aten.linalg_vector_norm(t, ord, dtype=dtype) for t in tensors]
+
+
+def var_correction(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    """Two passes: the mean, then the squares about it."""
+    dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
+    centred = x - mean_dim(x, dims, True)
+    count = math.prod(x.shape[d] for d in dims)
+    total = aten.sum.dim_IntList(centred * centred, dims, keepdim)
+    return aten.div.Scalar(total, max(count - (1 if correction is None else correction), 0))
+
+
+def std_correction(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return aten.sqrt(var_correction(x, dim, correction=correction, keepdim=keepdim))
+
+
+def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    largest = aten.amax(x, dims, True)
+    finite = aten.where.self(aten.isinf(largest), aten.zeros_like(largest), largest)
+    found = aten.log(aten.sum.dim_IntList(aten.exp(x - finite), dims, True)) + finite
+    return found if keepdim else aten.squeeze.dims(found, dims)
+
+
 EXPANSIONS: dict[str, Callable[..., Any]] = {
     "_log_softmax": log_softmax,
     "_softmax": softmax,
@@ -168,6 +212,11 @@ EXPANSIONS: dict[str, Callable[..., Any]] = {
     "nll_loss_forward": nll_loss,
     "nll_loss_backward": nll_loss_backward,
     "native_layer_norm": layer_norm,
+    "linalg_vector_norm": vector_norm,
+    "_foreach_norm": foreach_norm,
+    "var.correction": var_correction,
+    "std.correction": std_correction,
+    "logsumexp": logsumexp,
     "native_layer_norm_backward": layer_norm_backward,
     "_native_batch_norm_legit_functional": batch_norm,
     "native_batch_norm": batch_norm,

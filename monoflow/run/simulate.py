@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import fx
 
 from monoflow.layout.lay_out import LaidOut
 from monoflow.lower.lower import lower
@@ -20,16 +21,22 @@ class Simulated:
 
     def __init__(self, laid: LaidOut) -> None:
         self._mesh_shape = laid.placement.shape
-        graph = laid.captured.graph.graph
-        self._graphs = [lower(graph, self._mesh_shape, at) for at in coordinates(self._mesh_shape)]
+        graph = self._graph = laid.captured.graph.graph
+        self._local: list[fx.Graph] = []
         self._inputs, self._outputs = laid.inputs, laid.outputs
         places = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
         written = (n.args[0] for n in graph.find_nodes(op="call_function", target=_copy))
         self._written = sorted({places[n] for n in written if n in places})
 
+    def _graphs(self) -> list[fx.Graph]:
+        """Every rank's graph, made for the first run: a plan for a thousand ranks needs only one of them."""
+        if not self._local:
+            self._local = [lower(self._graph, self._mesh_shape, at) for at in coordinates(self._mesh_shape)]
+        return self._local
+
     def __call__(self, values: list[Any]) -> list[Any]:
         ranks = [[self._piece(v, found, at) for v, found in zip(values, self._inputs, strict=True)] for at in coordinates(self._mesh_shape)]
-        results = run_lockstep(self._graphs, [list(r) for r in ranks], self._mesh_shape)
+        results = run_lockstep(self._graphs(), [list(r) for r in ranks], self._mesh_shape)
         for place in self._written:
             found = self._inputs[place]
             assert found is not None

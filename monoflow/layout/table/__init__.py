@@ -15,6 +15,7 @@ from monoflow.layout.table.entry import Entry
 from monoflow.layout.table.factories import RULES as FACTORIES
 from monoflow.layout.table.indexing import RULES as INDEXING
 from monoflow.layout.table.linear_algebra import RULES as LINEAR_ALGEBRA
+from monoflow.layout.table.lists import RULES as LISTS
 from monoflow.layout.table.lists import each
 from monoflow.layout.table.neural import RULES as NEURAL
 from monoflow.layout.table.pointwise import RULES as POINTWISE
@@ -24,7 +25,7 @@ from monoflow.layout.table.views import RULES as VIEWS
 
 Rules: TypeAlias = dict[str, Entry]
 
-TABLES: tuple[Rules, ...] = (POINTWISE, LINEAR_ALGEBRA, VIEWS, REDUCTIONS, INDEXING, FACTORIES, NEURAL)
+TABLES: tuple[Rules, ...] = (POINTWISE, LINEAR_ALGEBRA, VIEWS, REDUCTIONS, INDEXING, FACTORIES, NEURAL, LISTS)
 """Each maps "mm" (every overload of aten.mm), "sum.dim_IntList" (one overload) or "namespace::name" (other libraries) to a rule."""
 
 

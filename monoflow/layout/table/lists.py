@@ -12,4 +12,7 @@ def each(call: Call) -> str:
     return f"{', '.join(inputs)} -> {', '.join(['[...]'] * len(call.results))}"
 
 
-RULES: dict[str, Entry] = {}
+RULES: dict[str, Entry] = {
+    "_foreach_norm": "[...!] -> [.]",
+    "_foreach_max": "[...!] -> [.]",
+}
