@@ -82,7 +82,8 @@ class ParallelStep(Step[P, R]):
     def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
         """What a call with these arguments does on a rank, without running it: layouts, collectives, bytes. Collective.
 
-        With simulated ranks the arguments are whole; model and batch may be fake tensors, so that a plan for thousands of ranks needs no memory.
+        With simulated ranks the arguments are whole; model and batch may be fake tensors, so that a plan for thousands of ranks needs no
+        memory.
         """
         laid = self.laid_out(*args, **kwargs)
         return make_plan(self.name, laid, self._parallel.local_graph(laid, (0,) * laid.placement.ndim))

@@ -195,8 +195,8 @@ def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
     """Bytes of the storage from the first to behind the last element."""
     if not tensor.numel():
         return 0, 0
-    first = tensor.storage_offset()
-    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    last = first + sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.element_size(), (last + 1) * tensor.element_size()
 
 

@@ -67,6 +67,8 @@ class _Tracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "prim":  # attributes of fake tensors: their device
+            return func(*args, **kwargs)
         if func._schema.is_mutable:
             raise RuleError(f"it writes into a tensor ({func})")
         if not self.known_op(func):

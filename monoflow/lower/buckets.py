@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from monoflow._torch import FakeTensorMode, fake_mode_of, storage_id
-from monoflow.capture.graph import memory_of
+from monoflow.capture.graph import memory_of, written_nodes
 from monoflow.lower.emit import Emitter
+from monoflow.source import OpInfo
 
 BUCKET_BYTES = 25 * 2**20
 """Size of a bucket: large enough that latency does not count, small enough that the first leaves early."""
@@ -28,12 +29,31 @@ _functional: Any = torch.ops._c10d_functional
 
 def bucket(graph: fx.Graph, limit: int = BUCKET_BYTES) -> None:
     """Rewrites one rank's graph in place. The order of collectives depends on the graph alone, hence is the same on every rank."""
+    _update_in_levels(graph)
     _issue_early(graph)
     for members in _buckets(graph, limit):
         if len(members) > 1:
             _join(graph, members)
     _reduce_in_place(graph)
     _wait_late(graph)
+
+
+def _update_in_levels(graph: fx.Graph) -> None:
+    """In the update, what waits for no all-reduce goes first, then what waits for one, and so on.
+
+    So the norms of all gradients are reduced together.
+    """
+    levels: dict[fx.Node, int] = {}
+    stretch: list[fx.Node] = []
+    for node in [*graph.nodes]:
+        levels[node] = max((levels[n] for n in node.all_input_nodes), default=0) + (node.target is _functional.all_reduce.default)
+        info = node.meta.get("op")
+        if node.op == "call_function" and isinstance(info, OpInfo) and info.phase == "update" and not written_nodes(node):
+            stretch.append(node)
+            continue
+        for one in sorted(stretch, key=levels.__getitem__):
+            node.prepend(one)
+        stretch = []
 
 
 def _reduce_in_place(graph: fx.Graph) -> None:

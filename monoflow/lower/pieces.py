@@ -39,4 +39,18 @@ def gather(emit: Emitter, call: Call, args: dict[str, Any], cut: Cut) -> fx.Node
     return emit.call(aten.masked_fill.Scalar, found, outside, 0)
 
 
-PIECES: dict[str, Callable[[Emitter, Call, dict[str, Any], Cut], fx.Node]] = {"embedding": embedding, "gather": gather}
+def embedding_backward(emit: Emitter, call: Call, args: dict[str, Any], cut: Cut) -> fx.Node:
+    """Gradients of rows that another rank has count nothing here."""
+    ((offset, size, _),) = cut.values()
+    inside, outside = _masked(emit, args["indices"], offset, size)
+    grad = emit.call(aten.masked_fill.Scalar, args["grad_output"], emit.call(aten.unsqueeze.default, outside, -1), 0)
+    padding = args["padding_idx"] - offset
+    padding = padding if 0 <= padding < size else -1
+    return emit.call(aten.embedding_dense_backward.default, grad, inside, size, padding, args["scale_grad_by_freq"])
+
+
+PIECES: dict[str, Callable[[Emitter, Call, dict[str, Any], Cut], fx.Node]] = {
+    "embedding": embedding,
+    "gather": gather,
+    "embedding_dense_backward": embedding_backward,
+}

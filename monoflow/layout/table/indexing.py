@@ -11,7 +11,7 @@ def embedding(call: Call) -> str:
 
 
 def embedding_backward(call: Call) -> str:
-    return "... d, ... -> v! d; linear 0"
+    return f"... d, ... -> v{'!' if call['scale_grad_by_freq'] else '@'} d; linear 0"
 
 
 def gather(call: Call) -> str:

@@ -36,13 +36,13 @@ def convolution_backward(call: Call) -> str:
 
 
 def attention(call: Call) -> str:
-    q, kv = "b h s! d!", "b h t! d!"
-    return f"{q}, {kv}, {kv}, {_mask(call)} -> {q}, b h s!"
+    q, kv = "b+ h+ s! d!", "b+ h+ t! d!"
+    return f"{q}, {kv}, {kv}, {_mask(call)} -> {q}, b+ h+ s!"
 
 
 def attention_backward(call: Call) -> str:
-    q, kv = "b h s! d!", "b h t! d!"
-    return f"{q}, {q}, {kv}, {kv}, {q}, b h s!, {_mask(call)} -> {q}, {kv}, {kv}; linear 0"
+    q, kv = "b+ h+ s! d!", "b+ h+ t! d!"
+    return f"{q}, {q}, {kv}, {kv}, {q}, b+ h+ s!, {_mask(call)} -> {q}, {kv}, {kv}; linear 0"
 
 
 def _mask(call: Call) -> str:

@@ -1,0 +1,107 @@
+"""Training steps over simulated ranks: the numbers are those of one device, and the communication is what it has to be."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import monoflow as mf
+from monoflow.placement import Placement
+from monoflow.world import simulate
+from tests.parallel_models import OPTIMIZERS, TENSOR_PARALLEL, batch, build, largest_difference, reference, training_step
+
+
+def train(name: str, mesh: Any, layout: Any, optimizer: str, size: int = 12, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+    """The largest relative differences to one device, in the losses of three steps and in the model after."""
+    model = build(name, dtype)
+    inputs = batch(name, size, dtype)
+    losses, expected = reference(model, optimizer, inputs, 3)
+    model = copy.deepcopy(model)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    with simulate(torch.tensor(mesh).numel()):
+        step = mf.graph(model, made, placement=Placement("cpu", mesh), layout=layout, backend="aten", progress=False)(
+            training_step(model, made)
+        )
+        torch.manual_seed(5)
+        got = [float(step(*inputs)) for _ in range(3)]
+    assert step.graphs_made == 1
+    return max(abs(a - b) / abs(a) for a, b in zip(losses, got, strict=True)), largest_difference(expected, model)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adamw-fused"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "convnet"])
+def test_data_parallel(name: str, optimizer: str) -> None:
+    loss, model = train(name, [0, 1], {}, optimizer)
+    assert loss < 1e-5 and model < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "convnet"])
+def test_data_parallel_in_double(name: str) -> None:
+    loss, model = train(name, [0, 1, 2], {}, "sgd", dtype=torch.float64)
+    assert loss < 1e-12 and model < 1e-12
+
+
+@pytest.mark.parametrize("size", [5, 7, 1])
+def test_batches_that_do_not_divide(size: int) -> None:
+    loss, model = train("gpt", [0, 1, 2], {}, "sgd", size)
+    assert loss < 1e-5 and model < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw-fused"])
+def test_data_and_tensor_parallel(name: str, optimizer: str) -> None:
+    loss, model = train(name, [[0, 1], [2, 3]], TENSOR_PARALLEL[name], optimizer)
+    assert loss < 1e-5 and model < 1e-5
+
+
+def plan_of(layers: int, mesh: Any, layout: Any) -> mf.Plan:
+    from tests.parallel_models import GPT
+
+    model = GPT(layers)
+    made = OPTIMIZERS["sgd"](model.parameters())
+    with simulate(torch.tensor(mesh).numel()):
+        step = mf.graph(model, made, placement=Placement("cpu", mesh, names=("dp", "tp")), layout=layout, progress=False)(
+            training_step(model, made)
+        )
+        return step.plan(*batch("gpt", 4))
+
+
+def test_megatron_has_two_all_reduces_per_block_and_direction() -> None:
+    """Of activations: what one block more adds, over the tensor dimension."""
+    counts = []
+    for layers in (1, 3):
+        plan = plan_of(layers, [[0, 1]], TENSOR_PARALLEL["gpt"])
+        assert {c.kind for c in plan.collectives if ".blocks" in c.module or "blocks" in c.module} <= {"all-reduce"}
+        counts.append(Counter(c.phase for c in plan.collectives if c.mesh_dim == "tp" and c.kind == "all-reduce" and "blocks" in c.module))
+    assert {phase: counts[1][phase] - counts[0][phase] for phase in ("forward", "backward")} == {"forward": 4, "backward": 4}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 64])
+def test_data_parallel_sends_twice_the_parameters(ranks: int) -> None:
+    model = build("mlp")
+    made = OPTIMIZERS["sgd"](model.parameters())
+    with simulate(ranks):
+        step = mf.graph(model, made, placement=Placement.all("cpu"), progress=False)(training_step(model, made))
+        plan = step.plan(*batch("mlp", 64))
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    scalars = sum(c.sent for c in plan.collectives if c.size <= 8)
+    assert abs(plan.bytes_sent - scalars - 2 * (ranks - 1) / ranks * parameters) <= 2 * len(plan.collectives)
+
+
+def test_split_vocabulary_never_holds_the_whole_logits() -> None:
+    from tests.parallel_models import GPT
+
+    model = GPT(1, width=24, vocabulary=96)
+    made = OPTIMIZERS["sgd"](model.parameters())
+    with simulate(2):
+        placement = Placement("cpu", [[0, 1]])
+        step = mf.graph(model, made, placement=placement, layout=TENSOR_PARALLEL["gpt"], progress=False)(training_step(model, made))
+        laid = step.laid_out(*batch("gpt", 4))
+        local = step._parallel.local_graph(laid, (0, 0))
+    shapes = [tuple(v.shape) for n in local.nodes for v in [n.meta.get("val")] if isinstance(v, torch.Tensor)]
+    assert (32, 48) in shapes
+    assert not {(32, 96), (4, 8, 96)} & set(shapes)
