@@ -79,9 +79,7 @@ def nll_loss_backward(
     weights = aten.where.self(kept, weights, aten.zeros_like(weights))
     grad = grad / total if reduction == 1 else grad
     each = aten.unsqueeze(-grad * weights, dim)
-    classes = aten.arange(logp.shape[dim], device=logp.device)
-    hit = aten.eq.Tensor(aten.unsqueeze(safe, dim), classes)
-    return aten.where.self(hit, each, aten.zeros([], dtype=logp.dtype, device=logp.device))
+    return aten.scatter_add(aten.zeros_like(logp), dim, aten.unsqueeze(safe, dim), each)
 
 
 def layer_norm(x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:

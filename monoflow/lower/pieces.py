@@ -49,8 +49,17 @@ def embedding_backward(emit: Emitter, call: Call, args: dict[str, Any], cut: Cut
     return emit.call(aten.embedding_dense_backward.default, grad, inside, size, padding, args["scale_grad_by_freq"])
 
 
+def scatter_add(emit: Emitter, call: Call, args: dict[str, Any], cut: Cut) -> fx.Node:
+    """What goes to another rank's piece is not added here."""
+    ((offset, size, _),) = cut.values()
+    inside, outside = _masked(emit, args["index"], offset, size)
+    src = emit.call(aten.masked_fill.Scalar, args["src"], outside, 0)
+    return emit.call(aten.scatter_add.default, args["self"], args["dim"], inside, src)
+
+
 PIECES: dict[str, Callable[[Emitter, Call, dict[str, Any], Cut], fx.Node]] = {
     "embedding": embedding,
     "gather": gather,
     "embedding_dense_backward": embedding_backward,
+    "scatter_add": scatter_add,
 }

@@ -65,11 +65,26 @@ def index_select(call: Call) -> str:
     return f"{term(left)}, i -> {term(right)}; linear 0"
 
 
+def scatter_add(call: Call) -> str:
+    """Added where the index says; linear in what is added to and what is added, together."""
+    names = letters(call.rank("self"))
+    if not names:
+        return "., ., . -> .; linear 0 2"
+    (dim,) = call.dims("dim")
+    sizes = zip(call.shape("self"), call.shape("index"), call.shape("src"), strict=True)
+    same_size = [len({a, b, c}) == 1 for a, b, c in sizes]
+    kept = [n if same_size[d] else f"{n}!" for d, n in enumerate(names)]
+    source = term([f"{n}@" if d == dim else kept[d] for d, n in enumerate(names)])
+    index = term(["1" if d == dim or not same_size[d] else n for d, n in enumerate(names)])
+    return f"{source}, {index}, {index} -> {source}; linear 0 2"
+
+
 RULES: dict[str, Entry] = {
     "embedding": embedding,
     "embedding_dense_backward": embedding_backward,
     "gather": gather,
     "index.Tensor": index,
+    "scatter_add": scatter_add,
     "index_select": index_select,
     **same("...!, [...!], ...! -> ...!", "index_put _unsafe_index_put"),
 }
