@@ -27,15 +27,15 @@ _aten = torch.ops.aten
 _functional: Any = torch.ops._c10d_functional
 
 
-def bucket(graph: fx.Graph, limit: int = BUCKET_BYTES) -> None:
-    """Rewrites one rank's graph in place. The order of collectives depends on the graph alone, hence is the same on every rank."""
+def bucket(graph: fx.Graph, limit: int = BUCKET_BYTES) -> fx.Graph:
+    """One rank's graph in a new order; the one given is used up. The order of collectives depends on the graph alone, hence is the same on every rank."""
     _update_in_levels(graph)
     _issue_early(graph)
     for members in _buckets(graph, limit):
         if len(members) > 1:
             _join(graph, members)
     _reduce_in_place(graph)
-    _wait_late(graph)
+    return _wait_late(graph)
 
 
 def _update_in_levels(graph: fx.Graph) -> None:
@@ -134,14 +134,33 @@ def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
         graph.erase_node(member)
 
 
-def _wait_late(graph: fx.Graph) -> None:
-    """Moves waits, and the views of what is waited for, to just before their first use."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in reversed(list(graph.nodes)):
-        if _moves_with_wait(node) and node.users:
-            first = min(node.users, key=order.__getitem__)
-            first.prepend(node)
-            order[node] = order[first]
+def _wait_late(graph: fx.Graph) -> fx.Graph:
+    """Puts waits, and the views of what is waited for, to just before their first use; results stay next to the op that has several."""
+    late = {node for node in graph.nodes if _moves_with_wait(node)}
+    order: dict[fx.Node, None] = {}
+
+    def place(node: fx.Node) -> None:
+        if node in order:
+            return
+        for source in node.all_input_nodes:
+            if source in late:
+                place(source)
+        if node in order:  # one of several results, placed with the op that has them
+            return
+        order[node] = None
+        if isinstance(node.meta.get("val"), list | tuple):
+            for item in node.users:
+                if item in late:
+                    place(item)
+
+    for node in graph.nodes:
+        if node not in late:
+            place(node)
+    result = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in order:
+        copies[node] = result.node_copy(node, copies.__getitem__)
+    return result
 
 
 def _moves_with_wait(node: fx.Node) -> bool:

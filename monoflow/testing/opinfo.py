@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -24,7 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import IO, Any
 
 import torch
 from rich.console import Console
@@ -39,7 +40,7 @@ from monoflow.tree import flatten
 UNDEFINED = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
 """Entries whose values are whatever the memory holds; they are run, not compared."""
 
-SECONDS = 300
+SECONDS = 60
 """After which an entry counts as wrong."""
 
 
@@ -136,8 +137,8 @@ def _work(job: tuple[str, int, int]) -> Result:
         signal.alarm(0)
 
 
-def run(names: list[str], samples: int, layouts: int, processes: int, console: Console) -> list[Result]:
-    """Checks the named entries (all for an empty list), several at a time."""
+def run(names: list[str], samples: int, layouts: int, processes: int, console: Console, kept: IO[str] | None = None) -> list[Result]:
+    """Checks the named entries (all for an empty list), several at a time. Results go to `kept` as they come, one JSON object a line."""
     known = [entry_name(e) for e in operator_entries()]
     chosen = [n for n in known if not names or n in names]
     jobs = [(n, samples, layouts) for n in dict.fromkeys(chosen)]
@@ -146,6 +147,9 @@ def run(names: list[str], samples: int, layouts: int, processes: int, console: C
         task = progress.add_task("checking", total=len(jobs))
         for result in pool.imap_unordered(_work, jobs):
             found.append(result)
+            if kept is not None:
+                kept.write(json.dumps(asdict(result)) + "\n")
+                kept.flush()
             progress.update(task, advance=1, description=f"{result.name}: {result.verdict}")
     return sorted(found, key=lambda r: known.index(r.name))
 
@@ -177,14 +181,12 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=6, help="samples of each entry")
     parser.add_argument("--layouts", type=int, default=12, help="choices of layouts for each sample and mesh")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", help="where to write the results")
+    parser.add_argument("--json", help="where to write the results, one JSON object a line")
     options = parser.parse_args()
     console = Console(width=200)
-    results = run(options.only, options.samples, options.layouts, options.processes, console)
+    with open(options.json, "w") if options.json else contextlib.nullcontext() as kept:
+        results = run(options.only, options.samples, options.layouts, options.processes, console, kept)
     report(results, console)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump([asdict(r) for r in results], file, indent=1)
     return 1 if any(r.verdict == "wrong" for r in results) else 0
 
 

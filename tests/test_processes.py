@@ -1,0 +1,75 @@
+"""Training steps on real gloo processes: the numbers of one device, and errors that every rank sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import monoflow as mf
+from monoflow.placement import Placement
+from tests.parallel_models import OPTIMIZERS, TENSOR_PARALLEL, batch, build, largest_difference, reference, training_step
+from tests.processes import run_on
+
+
+def _step(name: str, mesh: Any, layout: Any, optimizer: str, backend: str = "aten", **options: Any) -> tuple[Any, Any, Placement]:
+    model = build(name)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    placement = Placement("cpu", mesh)
+    graph = mf.graph(model, made, placement=placement, layout=layout, backend=backend, progress=False, **options)
+    return graph(training_step(model, made)), model, placement
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def train(name: str, mesh: Any, layout: Any, optimizer: str, backend: str, size: int = 12) -> tuple[float, float, list[float]]:
+    step, model, placement = _step(name, mesh, layout, optimizer, backend)
+    inputs = batch(name, size)
+    losses, expected = reference(build(name), optimizer, inputs, 3)
+    data = placement.shape[0]
+    at = (placement.coordinate(_rank()) or (0,))[0]
+    pieces = [t.chunk(data)[at] for t in inputs]
+    torch.manual_seed(5 if _rank() == 0 else 17)  # the first rank's generator counts
+    got = [float(step(*pieces)) for _ in range(3)]
+    return max(abs(a - b) / abs(a) for a, b in zip(losses, got, strict=True)), largest_difference(expected, model), got
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "tensor_parallel", "optimizer", "backend"),
+    [
+        ("gpt", [0, 1], False, "adamw-fused", "inductor"),
+        ("convnet", [0, 1], False, "sgd", "aten"),
+        ("gpt", [[0, 1], [2, 3]], True, "adamw", "aten"),
+        ("mlp", [[0, 1]], True, "adamw-fused", "aten"),
+    ],
+    ids=str,
+)
+def test_equals_one_device(name: str, mesh: Any, tensor_parallel: bool, optimizer: str, backend: str) -> None:
+    results = run_on(
+        torch.tensor(mesh).numel(),
+        "tests.test_processes:train",
+        name,
+        mesh,
+        TENSOR_PARALLEL[name] if tensor_parallel else {},
+        optimizer,
+        backend,
+    )
+    assert len({tuple(losses) for _, _, losses in results}) == 1, "the loss is the same on every rank"
+    assert all(loss < 1e-5 and model < 1e-5 for loss, model, _ in results)
+
+
+def parameters_differ(sync: str) -> list[float]:
+    step, model, _ = _step("mlp", [0, 1], {}, "sgd", sync=sync)
+    if _rank() == 1:
+        with torch.no_grad():
+            model.fc1.weight += 1
+    step(*batch("mlp", 4))
+    return model.fc1.weight.flatten()[:3].tolist()
+
+
+def test_parameters_of_the_first_rank_are_taken() -> None:
+    first, second = run_on(2, "tests.test_processes:parameters_differ", "rank0")
+    assert first == second
