@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -25,7 +26,7 @@ class ProcessesFailed(Exception):
 
 def run_on(ranks: int, function: str, *args: Any, timeout: float = 120) -> list[Any]:
     """What `function` ("module:name") returns for `args` on each of `ranks` gloo processes. Raises ProcessesFailed."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         call = Path(folder, "call")
         call.write_bytes(pickle.dumps((function, args)))
         with socket.socket() as probe:
@@ -35,7 +36,7 @@ def run_on(ranks: int, function: str, *args: Any, timeout: float = 120) -> list[
         for rank in range(ranks):
             env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
             env |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-            outputs.append(open(Path(folder, f"output{rank}"), "w+"))
+            outputs.append(stack.enter_context(open(Path(folder, f"output{rank}"), "w+")))
             command = [sys.executable, "-m", "tests.processes", str(call), str(Path(folder, f"result{rank}"))]
             processes.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=outputs[-1], stderr=subprocess.STDOUT))
         end = time.monotonic() + timeout
@@ -49,7 +50,6 @@ def run_on(ranks: int, function: str, *args: Any, timeout: float = 120) -> list[
         for output in outputs:
             output.seek(0)
             texts.append(output.read())
-            output.close()
         if any(codes):
             raise ProcessesFailed(texts, codes)
         return [pickle.loads(Path(folder, f"result{rank}").read_bytes()) for rank in range(ranks)]

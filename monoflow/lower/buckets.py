@@ -28,7 +28,10 @@ _functional: Any = torch.ops._c10d_functional
 
 
 def bucket(graph: fx.Graph, limit: int = BUCKET_BYTES) -> fx.Graph:
-    """One rank's graph in a new order; the one given is used up. The order of collectives depends on the graph alone, hence is the same on every rank."""
+    """One rank's graph in a new order.
+
+    The one given is used up. The order of collectives depends on the graph alone, hence is the same on every rank.
+    """
     _update_in_levels(graph)
     _issue_early(graph)
     for members in _buckets(graph, limit):
