@@ -54,13 +54,13 @@ def _kind(filename: str) -> Literal["user", "library", "own"]:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One Python frame. `library` marks frames of installed packages, which are folded when shown."""
+    """One Python frame. `installed` marks frames of installed packages, which are folded when shown."""
 
     file: str
     line: int
     function: str
     text: str
-    library: bool = False
+    installed: bool = False
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -94,8 +94,8 @@ def stack_of(frame: FrameType | None, until: FrameType | None = None) -> tuple[F
         code = frame.f_code
         found = _frame(code.co_filename, frame.f_lineno, code.co_name)
         if found is not None:
-            library += found.library
-            if library <= MAX_LIBRARY_FRAMES or not found.library:
+            library += found.installed
+            if library <= MAX_LIBRARY_FRAMES or not found.installed:
                 frames.append(found)
         frame = frame.f_back
     return tuple(frames)
@@ -118,12 +118,12 @@ def raised_at(exc: BaseException, after: FrameType | None = None) -> tuple[Frame
 
 def user_frame(frames: Iterable[Frame]) -> Frame | None:
     """The innermost frame of the user's own code, or None when there is none."""
-    return next((frame for frame in frames if not frame.library), None)
+    return next((frame for frame in frames if not frame.installed), None)
 
 
 def _is_above_engine(frame: Frame) -> bool:
     """False for the frame that runs the backward pass; above it in a stack is Python that the engine calls: hooks, recomputation."""
-    return not (frame.library and frame.function == "_engine_run_backward")
+    return not (frame.installed and frame.function == "_engine_run_backward")
 
 
 def is_user_code(filename: str) -> bool:
@@ -190,7 +190,7 @@ def format_frames(frames: tuple[Frame, ...]) -> str:
             folded.clear()
 
     for frame in reversed(frames):
-        if frame.library:
+        if frame.installed:
             folded.append(frame)
             continue
         flush()

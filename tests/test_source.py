@@ -106,7 +106,7 @@ def test_every_op_has_a_line_of_the_user() -> None:
     for node in calls():
         found = info(node)
         assert found.source, node.format_node()
-        first = next(frame for frame in found.source if not frame.library)
+        first = next(frame for frame in found.source if not frame.installed)
         assert first.file == __file__ and first.text and first.function, node.format_node()
         assert found.user is not None
 
@@ -132,17 +132,17 @@ def test_the_lines_inside_modules() -> None:
 
 
 def test_the_whole_stack_of_a_line_inside_modules() -> None:
-    frames = [f for f in info(named(aten._softmax.default)[1]).source if not f.library]
+    frames = [f for f in info(named(aten._softmax.default)[1]).source if not f.installed]
     assert [f.line for f in frames] == [at("softmax"), at("residual"), at("block"), at("model")]
     assert [f.function for f in frames] == ["forward", "forward", "forward", "train"]
 
 
 def test_library_frames_are_kept_and_folded() -> None:
     source = info(named(aten.gelu.default)[0]).source
-    assert any(f.library for f in source)
+    assert any(f.installed for f in source)
     assert not any("monoflow" in f.file and "/tests/" not in f.file for f in source)
     text = str(mf.errors.CaptureError("why", frames=source))
-    assert "library frame(s)" in text and text.count("File ") == len([f for f in source if not f.library])
+    assert "library frame(s)" in text and text.count("File ") == len([f for f in source if not f.installed])
 
 
 def test_phases_come_in_order() -> None:
@@ -157,7 +157,7 @@ def test_the_backward_starts_with_the_gradient_of_the_loss() -> None:
     assert found.phase == "backward"
     assert found.forward is not None and found.forward.target == "aten.nll_loss_forward.default"
     assert line(found.user) == at("backward")
-    assert line(next(f for f in found.forward.source if not f.library)) == at("loss")
+    assert line(next(f for f in found.forward.source if not f.installed)) == at("loss")
 
 
 def test_every_backward_op_names_its_forward_op() -> None:
@@ -178,7 +178,7 @@ def test_the_gradient_of_a_softmax_is_at_the_line_and_module_of_the_softmax() ->
     for node in nodes:
         assert line(info(node).user) == at("softmax")
         assert info(node).forward.target == "aten._softmax.default"  # type: ignore[union-attr]
-        assert line(next(f for f in info(node).source if not f.library)) == at("backward")
+        assert line(next(f for f in info(node).source if not f.installed)) == at("backward")
 
 
 def test_the_gradients_of_layers_are_in_their_modules() -> None:
@@ -286,11 +286,11 @@ def test_an_autograd_function_of_the_user() -> None:
         return x.grad
 
     nodes = each(step, torch.ones(2, requires_grad=True))
-    by_line = {line(next(f for f in info(n).source if not f.library)): info(n) for n in nodes}
+    by_line = {line(next(f for f in info(n).source if not f.installed)): info(n) for n in nodes}
     assert by_line[at("double")].phase == "forward"
     found = by_line[at("gradient of double")]
     assert found.phase == "backward" and found.forward is not None
-    assert line(next(f for f in found.forward.source if not f.library)) == at("double")
+    assert line(next(f for f in found.forward.source if not f.installed)) == at("double")
 
 
 def test_several_modules_have_their_names() -> None:

@@ -100,7 +100,7 @@ def _forward_op(node: fx.Node) -> ForwardOp:
 def _runs_in(frames: tuple[Frame, ...], file: str) -> bool:
     """True when `file` is among the library frames under the innermost user frame."""
     for frame in frames:
-        if not frame.library:
+        if not frame.installed:
             return False
         if frame.file == file:
             return True
