@@ -306,7 +306,7 @@ class Parallel:
     def local_graph(self, laid: LaidOut, coordinate: tuple[int, ...]) -> fx.Graph:
         """One rank's graph, ready to be compiled but for the names of its process groups."""
         graph = lower(laid.captured.graph.graph, self.placement.shape, coordinate)
-        graph = bucket(graph)
+        bucket(graph)
         restore_inplace(graph)
         return graph
 

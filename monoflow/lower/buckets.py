@@ -6,6 +6,7 @@ the rest of the backward pass is computed (Li et al., 2020: PyTorch Distributed)
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Hashable
@@ -27,18 +28,15 @@ _aten = torch.ops.aten
 _functional: Any = torch.ops._c10d_functional
 
 
-def bucket(graph: fx.Graph, limit: int = BUCKET_BYTES) -> fx.Graph:
-    """One rank's graph in a new order.
-
-    The one given is used up. The order of collectives depends on the graph alone, hence is the same on every rank.
-    """
+def bucket(graph: fx.Graph, limit: int = BUCKET_BYTES) -> None:
+    """Rewrites one rank's graph in place. The order of collectives depends on the graph alone, hence is the same on every rank."""
     _update_in_levels(graph)
     _issue_early(graph)
     for members in _buckets(graph, limit):
         if len(members) > 1:
             _join(graph, members)
     _reduce_in_place(graph)
-    return _wait_late(graph)
+    _wait_late(graph)
 
 
 def _update_in_levels(graph: fx.Graph) -> None:
@@ -125,20 +123,20 @@ def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
         waited = emit.call(_functional.wait_tensor.default, reduced)
         sizes = [m.meta["val"].numel() for m in members]
         parts = emit.call(_aten.split_with_sizes.default, waited, sizes)
+        shaped = []
         for index, member in enumerate(members):
             emit.info = member.meta.get("op")
             part = emit.node(operator.getitem, (parts, index), {}, parts.meta["val"][index])
-            shaped = emit.call(_aten.view.default, part, list(member.meta["val"].shape))
-            for user in list(member.users):
-                if user.target is _functional.wait_tensor.default:
-                    user.replace_all_uses_with(shaped)
-                    graph.erase_node(user)
-    for member in members:
+            shaped.append(emit.call(_aten.view.default, part, list(member.meta["val"].shape)))
+    for member, result in zip(members, shaped, strict=True):  # only now: the node that new ones were put before may be one of those that go
+        for wait in list(member.users):
+            wait.replace_all_uses_with(result)
+            graph.erase_node(wait)
         graph.erase_node(member)
 
 
-def _wait_late(graph: fx.Graph) -> fx.Graph:
-    """Puts waits, and the views of what is waited for, to just before their first use; results stay next to the op that has several."""
+def _wait_late(graph: fx.Graph) -> None:
+    """Moves waits, and the views of what is waited for, to just before their first use; results stay next to the op that has several."""
     late = {node for node in graph.nodes if _moves_with_wait(node)}
     order: dict[fx.Node, None] = {}
 
@@ -159,11 +157,8 @@ def _wait_late(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         if node not in late:
             place(node)
-    result = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in order:
-        copies[node] = result.node_copy(node, copies.__getitem__)
-    return result
+    for before, node in itertools.pairwise(order):
+        before.append(node)
 
 
 def _moves_with_wait(node: fx.Node) -> bool:
