@@ -177,7 +177,7 @@ def inductor_compile(module: fx.GraphModule, examples: list[Any], strides: list[
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """PyTorch's own decompositions of ops into simpler ones, by overload.
 
-    Torch.export gives a curated part; the whole table has no public name.
+    `torch.export` gives a curated part; the whole table has no public name.
     """
     from torch._decomp import decomposition_table
 
@@ -189,3 +189,17 @@ def operator_entries() -> list[Any]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     return list(op_db)
+
+
+@contextlib.contextmanager
+def unfrozen_generators() -> Iterator[None]:
+    """Inside, random entries of PyTorch's list draw from the generator as it stands.
+
+    Outside, each of them sets the seed and restores the generator around its op, which no graph can hold.
+    """
+    from unittest import mock
+
+    from torch.testing._internal import common_methods_invocations
+
+    with mock.patch.object(common_methods_invocations, "wrapper_set_seed", lambda op, *args, **kwargs: op(*args, **kwargs)):
+        yield

@@ -21,7 +21,7 @@ from monoflow.rewrite import Pass
 from monoflow.run import Executor
 from monoflow.run.agreement import fingerprint64, stable_text
 from monoflow.sbp import format_layout
-from monoflow.state import State
+from monoflow.state import Inventory, State
 from monoflow.step import Step, _Signature, _surroundings
 from monoflow.tree import Rebuild, arguments_key, flatten, leaf_names
 
@@ -59,6 +59,7 @@ class ParallelStep(Step[P, R]):
         self._laid: dict[Executor, LaidOut] = {}
         self._call: Call | None = None
         self._marks: dict[Hashable, int] = {}
+        self._marked: tuple[Inventory, int] | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if is_capturing():
@@ -73,6 +74,10 @@ class ParallelStep(Step[P, R]):
         with self._parallel.randomness(executor):
             result: R = executor.run(leaves)
         return result
+
+    def _like(self, function: Callable[..., R]) -> ParallelStep[..., R]:
+        options = {"backend": self._given_backend, "passes": self.passes, "progress": self.progress}
+        return ParallelStep(function, self._state, Parallel(self._parallel.options), **options)  # type: ignore[arg-type]
 
     def laid_out(self, *args: P.args, **kwargs: P.kwargs) -> LaidOut:
         """The laid-out graph that a call with these arguments runs. Collective. Raises what a call would raise before it runs."""
@@ -93,8 +98,10 @@ class ParallelStep(Step[P, R]):
         parallel = self._parallel
         mark, refused = self._mark(leaves, structure)
         known = self._known.get(mark)
-        if known is not None and not known.executor.accepts(leaves):
-            known = None
+        if known is not None:
+            known.executor.bind(self._scan())  # other tensors with the same metadata, such as load_state_dict leaves behind
+            if not known.executor.accepts(leaves):
+                known = None
         if parallel.agreement is None:
             if refused is not None:
                 raise refused
@@ -117,7 +124,9 @@ class ParallelStep(Step[P, R]):
         """64 bits of this rank's own signature; the exception if the arguments cannot have one."""
         try:
             inventory = self._scan()
-            key = (inventory.key, structure, arguments_key(leaves, inventory.names), _surroundings(), self._variables())
+            if self._marked is None or self._marked[0] is not inventory:
+                self._marked = (inventory, fingerprint64(stable_text(inventory.key)))
+            key = (self._marked[1], structure, arguments_key(leaves, inventory.names), _surroundings(), self._variables())
             if key not in self._marks:
                 self._marks[key] = fingerprint64(stable_text(key))
             return self._marks[key], None

@@ -97,10 +97,13 @@ class Step(Generic[P, R]):
         """A step defined as a method: each instance gets a step of its own, kept among its attributes as functools.cached_property does."""
         if instance is None:
             return self
-        method = types.MethodType(self.function, instance)
-        bound: Step[..., R] = Step(method, self._state, backend=self._given_backend, passes=self.passes, progress=self.progress)
+        bound = self._like(types.MethodType(self.function, instance))
         vars(instance)[self._attribute] = bound
         return bound
+
+    def _like(self, function: Callable[..., R]) -> Step[..., R]:
+        """A step of the same kind and options for another function."""
+        return Step(function, self._state, backend=self._given_backend, passes=self.passes, progress=self.progress)
 
     def graph_for(self, *args: P.args, **kwargs: P.kwargs) -> StepGraph:
         """The graph that a call with these arguments runs, after the user's passes. Compiles and runs nothing.

@@ -105,3 +105,44 @@ def test_split_vocabulary_never_holds_the_whole_logits() -> None:
     shapes = [tuple(v.shape) for n in local.nodes for v in [n.meta.get("val")] if isinstance(v, torch.Tensor)]
     assert (32, 48) in shapes
     assert not {(32, 96), (4, 8, 96)} & set(shapes)
+
+
+def test_loaded_optimizer_state_is_used() -> None:
+    """load_state_dict leaves other tensors in the optimizer; the step goes on from them."""
+    model = build("mlp")
+    inputs = batch("mlp", 6)
+    made = OPTIMIZERS["sgd"](model.parameters())
+    plain = copy.deepcopy(model)
+    other = OPTIMIZERS["sgd"](plain.parameters())
+    reference_step = training_step(plain, other)
+    with simulate(2):
+        step = mf.graph(model, made, placement=Placement.all("cpu"), backend="aten", progress=False)(training_step(model, made))
+        for run in (step, reference_step):
+            torch.manual_seed(5)
+            run(*inputs)
+            run(*inputs)
+        for optimizer in (made, other):
+            saved = copy.deepcopy(optimizer.state_dict())
+            for entry in saved["state"].values():
+                entry["momentum_buffer"] = torch.ones_like(entry["momentum_buffer"])
+            optimizer.load_state_dict(saved)
+        for run in (step, reference_step):
+            torch.manual_seed(6)
+            run(*inputs)
+    assert step.graphs_made <= 2
+    assert largest_difference(plain, model) < 1e-5
+
+
+def test_a_method_runs_over_the_ranks() -> None:
+    model = build("mlp")
+    made = OPTIMIZERS["sgd"](model.parameters())
+
+    with simulate(2):
+
+        class Trainer:
+            @mf.graph(model, made, placement=Placement.all("cpu"), backend="aten", progress=False)
+            def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                return training_step(model, made)(x, y)
+
+        plan = Trainer().step.plan(*batch("mlp", 4))
+    assert plan.collectives

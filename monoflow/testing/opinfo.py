@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from monoflow._torch import operator_entries
+from monoflow._torch import operator_entries, unfrozen_generators
 from monoflow.errors import CaptureError
 from monoflow.testing.execution import MESHES, Case, check, choices, make_case
 from monoflow.tree import flatten
@@ -128,7 +128,8 @@ def _work(job: tuple[str, int, int]) -> Result:
     signal.signal(signal.SIGALRM, _alarm)
     signal.alarm(SECONDS)
     try:
-        return check_entry(entry, samples, layouts)
+        with unfrozen_generators():
+            return check_entry(entry, samples, layouts)
     except _TooLong:
         return Result(name, "wrong", seconds=SECONDS, reasons=[f"not done after {SECONDS} seconds"])
     except Exception as exc:
@@ -166,11 +167,10 @@ def report(results: list[Result], console: Console) -> None:
         console.print(table)
     counts = collections.Counter(r.verdict for r in results)
     runs = sum(r.runs for r in results)
-    rules = sum(counts[v] for v in ("right",))
     console.print(
         f"{len(results)} entries, {runs} runs: {counts['right']} right, {counts['wrong']} wrong, "
         f"{counts['whole']} ran whole for lack of a rule, {counts['not captured']} not captured; "
-        f"{100 * rules / max(len(results), 1):.1f} % never fell back"
+        f"{100 * counts['right'] / max(len(results), 1):.1f} % never fell back"
     )
 
 
