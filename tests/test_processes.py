@@ -73,3 +73,27 @@ def parameters_differ(sync: str) -> list[float]:
 def test_parameters_of_the_first_rank_are_taken() -> None:
     first, second = run_on(2, "tests.test_processes:parameters_differ", "rank0")
     assert first == second
+
+
+def short_batches(sizes: list[tuple[int, int]]) -> tuple[float, float, int]:
+    """Every step with other pieces on the two ranks, beside plain PyTorch on the whole batch."""
+    step, model, _ = _step("mlp", [0, 1], {}, "sgd")
+    plain = build("mlp")
+    plain_step = training_step(plain, OPTIMIZERS["sgd"](plain.parameters()))
+    worst = 0.0
+    for seed, both in enumerate(sizes):
+        whole = batch("mlp", sum(both))
+        start = sum(both[: _rank()])
+        piece = [t[start : start + both[_rank()]] for t in whole]
+        torch.manual_seed(seed)
+        got = float(step(*piece))
+        torch.manual_seed(seed)
+        wanted = float(plain_step(*whole).detach())
+        worst = max(worst, abs(got - wanted) / abs(wanted))
+    return worst, largest_difference(plain, model), step.graphs_made
+
+
+def test_a_short_batch_on_one_rank_at_a_later_step() -> None:
+    for loss, model, graphs in run_on(2, "tests.test_processes:short_batches", [(4, 4), (4, 4), (4, 1), (4, 4), (1, 4), (4, 0)]):
+        assert loss < 1e-5 and model < 1e-5
+        assert graphs == 3
