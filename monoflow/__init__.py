@@ -2,12 +2,62 @@
 
 from __future__ import annotations
 
-from monoflow import errors, nn
+from typing import TYPE_CHECKING, Any
+
+from monoflow import errors, nn, sbp
 from monoflow.capture import StepGraph
 from monoflow.explain import Plan
+from monoflow.layout.register import register_rule
+from monoflow.placement import Placement as placement
+from monoflow.rewrite import on_layout
 from monoflow.source import Frame, OpInfo
 from monoflow.step import Step, graph
+from monoflow.world import simulate
+
+if TYPE_CHECKING:
+    from monoflow.factories import arange, empty, full, ones, rand, randint, randn, tensor, zeros
+    from monoflow.global_tensor import distribute, to_global, to_local
 
 __version__ = "0.1.0"
 
-__all__ = ["Frame", "OpInfo", "Plan", "Step", "StepGraph", "errors", "graph", "nn"]
+__all__ = [
+    "Frame",
+    "OpInfo",
+    "Plan",
+    "Step",
+    "StepGraph",
+    "arange",
+    "distribute",
+    "empty",
+    "errors",
+    "full",
+    "graph",
+    "nn",
+    "on_layout",
+    "ones",
+    "placement",
+    "rand",
+    "randint",
+    "randn",
+    "register_rule",
+    "sbp",
+    "simulate",
+    "tensor",
+    "to_global",
+    "to_local",
+    "zeros",
+]
+
+_LAZY = {
+    **dict.fromkeys(("distribute", "to_global", "to_local"), "monoflow.global_tensor"),
+    **dict.fromkeys(("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"), "monoflow.factories"),
+}
+"""Names that need torch.distributed.tensor, whose import takes a second that a step on one device does without."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

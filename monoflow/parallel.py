@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -11,25 +11,25 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from monoflow.agreement import Agreement, fingerprint64, stable_text
 from monoflow.capture.graph import Captured
 from monoflow.compile import compile_guards
+from monoflow.cutting import assemble, cut, whole_shape
 from monoflow.errors import PlacementError, RankError, StepError
 from monoflow.layout.lay_out import LaidOut, lay_out
-from monoflow.layout.pins import Pins, match_layouts
+from monoflow.layout.pins import Pins
 from monoflow.lower.buckets import bucket
 from monoflow.lower.inplace import restore_inplace
 from monoflow.lower.lower import lower
 from monoflow.placement import Placement
+from monoflow.rewrite import OnLayout, apply_layout_passes
 from monoflow.run import Executor
-from monoflow.run.agreement import Agreement, fingerprint64, stable_text
-from monoflow.run.assemble import assemble, cut
 from monoflow.run.distribute import distribute_state
 from monoflow.run.groups import bind_groups
 from monoflow.run.pieces import GlobalOutput, is_whole, local_piece
 from monoflow.run.simulate import Simulated
-from monoflow.sbp import Layout, LayoutLike, Split, broadcast, format_layout, layout, piece_bounds
+from monoflow.sbp import Layout, LayoutLike, Split, broadcast, format_layout, layout, match_layouts, of
 from monoflow.state import Inventory, State
-from monoflow.tensor import layout_of_global
 from monoflow.tree import is_global
 from monoflow.world import current_world
 
@@ -92,24 +92,23 @@ class Parallel:
             raise StepError(f"rank {self.rank} is not part of {self.placement}, so it cannot call this step")
         return found
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What is done inside is done on every rank or on none: where it fails on one, an error is raised on all."""
+        with contextlib.nullcontext() if self.agreement is None else self.agreement.together():
+            yield
+
     # Agreeing on a call
 
     def agree(self, leaves: Sequence[Any], names: Sequence[str], state_names: Mapping[int, str], surroundings: Hashable) -> Call:
-        """Collective.
+        """Tells the other ranks what this one was called with. Collective.
 
-        Tells the other ranks what this one was called with. Raises the same error on every rank where they do not fit together.
+        Raises the same error on every rank where they do not fit together.
         """
-        mine: list[_Leaf] | str
-        try:
+        with self.together():
             mine = [self._leaf(leaf, name, state_names) for leaf, name in zip(leaves, names, strict=True)]
-        except Exception as exc:
-            if self.agreement is None:
-                raise
-            self.agreement.all_or_none(exc)
-            raise
         if self.agreement is None:
             return Call(list(leaves), {i: leaf.found for i, leaf in enumerate(mine) if leaf.found is not None})
-        self.agreement.all_or_none(None)
         everyone = self.agreement.exchange_objects((mine, stable_text(surroundings)))
         self._check_alike(everyone)
         whole, layouts, recut = list(leaves), {}, []
@@ -140,7 +139,7 @@ class Parallel:
         if is_global(leaf):
             if Placement.of(leaf) != self.placement:
                 raise PlacementError(f"argument {name} lives on {Placement.of(leaf)}, the step on {self.placement}: use mf.to_global first")
-            found = layout_of_global(leaf)
+            found = of(leaf)
             return _Leaf(name, f"{text}, {format_layout(found)}", tuple(leaf.shape), leaf.dtype, found)
         found = self.input_layout(name, leaf.dim())
         return _Leaf(name, text, tuple(leaf.shape), leaf.dtype, found, True)
@@ -188,24 +187,7 @@ class Parallel:
         shapes = [by_rank[r].shape for r in self.placement.ranks]
         found = leaves[0].found
         assert found is not None
-        whole = self._joined(shapes, found, self.placement.shape, leaves[0].name)
-        fits = all(
-            shape == tuple(_piece_shape(whole, found, self.placement.shape, self.placement.coordinate(r)))
-            for r, shape in zip(self.placement.ranks, shapes, strict=True)
-        )
-        return whole, fits
-
-    def _joined(self, shapes: list[tuple[int, ...]], found: Layout, mesh_shape: tuple[int, ...], name: str) -> tuple[int, ...]:
-        if not mesh_shape:
-            return shapes[0]
-        step = len(shapes) // mesh_shape[0]
-        parts = [self._joined(shapes[i : i + step], found[1:], mesh_shape[1:], name) for i in range(0, len(shapes), step)]
-        if isinstance(found[0], Split):
-            d = found[0].dim
-            return (*parts[0][:d], sum(p[d] for p in parts), *parts[0][d + 1 :])
-        if len(set(parts)) > 1:
-            raise RankError(f"argument {name} must have one shape on ranks that hold the same piece, got {sorted(set(parts))}")
-        return parts[0]
+        return whole_shape(shapes, found, self.placement.shape, f"argument {leaves[0].name}")
 
     @staticmethod
     def _blank(leaf: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -243,15 +225,8 @@ class Parallel:
         if self._generators_equal:
             yield
             return
-        own = torch.get_rng_state()
-        shared = own.clone()
-        self.agreement.broadcast(shared)
-        torch.set_rng_state(shared)
-        try:
+        with self.agreement.first_generator():
             yield
-        finally:
-            if self.rank != min(self.placement.ranks):
-                torch.set_rng_state(own)
 
     # State
 
@@ -259,18 +234,18 @@ class Parallel:
         """What is known of layouts before deduction."""
         entries = [e for e in inventory.tensors if e.kind != "optimizer"]
         shapes = {e.name: tuple(e.tensor.shape) for e in entries}
-        found = match_layouts(self.options.layout, shapes, self.placement) if self.options.layout else {}
+        found = match_layouts(self.options.layout, shapes, self.placement.ndim) if self.options.layout else {}
         for entry in inventory.tensors:
             if is_global(entry.tensor):
                 if Placement.of(entry.tensor) != self.placement:
                     raise PlacementError(f"{entry.kind} {entry.name} lives on {Placement.of(entry.tensor)}, the step on {self.placement}")
-                found[entry.name] = layout_of_global(entry.tensor)
+                found[entry.name] = of(entry.tensor)
         return Pins(found, call.layouts)
 
     def sync_state(self, inventory: Inventory) -> None:
         """Makes plain parameters, buffers and optimizer state those of the first rank, or checks that they are.
 
-        Collective; once for each tensor.
+        Collective, once for each tensor.
         """
         if self.agreement is None:
             return
@@ -300,8 +275,9 @@ class Parallel:
 
     # Making a graph
 
-    def lay_out(self, captured: Captured, inventory: Inventory, call: Call) -> LaidOut:
-        return lay_out(captured, self.placement, self.pins(inventory, call))
+    def lay_out(self, captured: Captured, inventory: Inventory, call: Call, passes: Iterable[OnLayout] = ()) -> LaidOut:
+        pins = self.pins(inventory, call)
+        return apply_layout_passes(lay_out(captured, self.placement, pins), passes, pins)
 
     def local_graph(self, laid: LaidOut, coordinate: tuple[int, ...]) -> fx.Graph:
         """One rank's graph, ready to be compiled but for the names of its process groups."""
@@ -346,11 +322,3 @@ def _not_whole(laid: LaidOut) -> dict[tuple[str, str], Layout]:
 
 def _describe(leaf: _Leaf) -> str:
     return f"{leaf.text}, shape {leaf.shape}" if leaf.dtype is not None else leaf.text
-
-
-def _piece_shape(whole: Sequence[int], found: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int] | None) -> list[int]:
-    sizes = list(whole)
-    for sbp, parts, place in zip(found, mesh_shape, coordinate or (), strict=True):
-        if isinstance(sbp, Split):
-            sizes[sbp.dim] = piece_bounds(sizes[sbp.dim], parts, place)[1]
-    return sizes

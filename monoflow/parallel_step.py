@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import fx
 
+from monoflow.agreement import fingerprint64, stable_text
 from monoflow.capture import is_capturing
 from monoflow.capture.graph import Captured, describe_node
 from monoflow.errors import RankError
@@ -17,9 +18,8 @@ from monoflow.layout.lay_out import LaidOut
 from monoflow.lower.traffic import collectives_of
 from monoflow.parallel import Call, Parallel
 from monoflow.progress import Progress
-from monoflow.rewrite import Pass
+from monoflow.rewrite import OnLayout, Pass
 from monoflow.run import Executor
-from monoflow.run.agreement import fingerprint64, stable_text
 from monoflow.sbp import format_layout
 from monoflow.state import Inventory, State
 from monoflow.step import Step, _Signature, _surroundings
@@ -49,10 +49,12 @@ class ParallelStep(Step[P, R]):
         parallel: Parallel,
         *,
         backend: str = "auto",
-        passes: Iterable[Pass] = (),
+        passes: Iterable[Pass | OnLayout] = (),
         progress: bool = True,
     ) -> None:
-        super().__init__(function, state, backend=backend, passes=passes, progress=progress)
+        passes = tuple(passes)
+        super().__init__(function, state, backend=backend, passes=[p for p in passes if not isinstance(p, OnLayout)], progress=progress)
+        self._layout_passes = tuple(p for p in passes if isinstance(p, OnLayout))
         self._parallel = parallel
         self._known: dict[Hashable, _Known] = {}
         self._serials: dict[Executor, int] = {}
@@ -68,7 +70,8 @@ class ParallelStep(Step[P, R]):
         known = self._agreed(leaves, structure, rebuild, args, kwargs)
         executor = known.executor
         if executor.executable is None:
-            self._together(lambda: self._compile(executor))
+            with self._parallel.together():
+                self._compile(executor)
         for index in known.call.recut:
             leaves[index] = self._parallel.recut(leaves[index], known.call.layouts[index])
         with self._parallel.randomness(executor):
@@ -76,7 +79,7 @@ class ParallelStep(Step[P, R]):
         return result
 
     def _like(self, function: Callable[..., R]) -> ParallelStep[..., R]:
-        options = {"backend": self._given_backend, "passes": self.passes, "progress": self.progress}
+        options = {"backend": self._given_backend, "passes": (*self.passes, *self._layout_passes), "progress": self.progress}
         return ParallelStep(function, self._state, Parallel(self._parallel.options), **options)  # type: ignore[arg-type]
 
     def laid_out(self, *args: P.args, **kwargs: P.kwargs) -> LaidOut:
@@ -180,29 +183,17 @@ class ParallelStep(Step[P, R]):
     # Making a graph
 
     def _capture(self, signature: _Signature, leaves: list[Any], rebuild: Rebuild) -> Executor:
-        executor: Executor = self._together(lambda: super(ParallelStep, self)._capture(signature, leaves, rebuild))
+        with self._parallel.together():
+            executor = super()._capture(signature, leaves, rebuild)
         if self._parallel.agreement is not None:
             self._parallel.agreement.check_equal("the graph of the step", plan_text(self._laid[executor]))
         return executor
-
-    def _together(self, make: Callable[[], Any]) -> Any:
-        """Runs `make` on every rank; where it fails on one, an error is raised on all."""
-        agreement = self._parallel.agreement
-        try:
-            made = make()
-        except Exception as exc:
-            if agreement is not None:
-                agreement.all_or_none(exc)
-            raise
-        if agreement is not None:
-            agreement.all_or_none(None)
-        return made
 
     def _executor(self, captured: Captured, progress: Progress) -> Executor:
         assert self._call is not None
         progress.room("layout")
         inventory = self._scan()
-        laid = self._parallel.lay_out(captured, inventory, self._call)
+        laid = self._parallel.lay_out(captured, inventory, self._call, self._layout_passes)
         progress.room("lowering")
         executor = self._parallel.executor(laid, self._state, inventory)
         self._laid[executor] = laid

@@ -130,6 +130,11 @@ DEVICE_TYPES = ("cpu", "cuda")
 def _check_device(device_type: str) -> None:
     if device_type not in DEVICE_TYPES:
         raise PlacementError(f"unknown device type {device_type!r}: choose {' or '.join(map(repr, DEVICE_TYPES))}")
+    simulated = current_world().device_type
+    if simulated not in (None, device_type):
+        raise PlacementError(
+            f"the simulated ranks are of type {simulated!r}, not {device_type!r}: mf.simulate(..., device={device_type!r})"
+        )
 
 
 def _check_ranks(flat: tuple[int, ...]) -> None:

@@ -8,11 +8,12 @@ P       the whole is the elementwise sum of what the ranks hold; P(max), P(min),
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from fnmatch import fnmatchcase
+from typing import Any, Literal, TypeAlias, get_args
 
-from monoflow.errors import SbpError
+from monoflow.errors import LayoutError, SbpError
 
 Reduction = Literal["sum", "mean", "max", "min", "prod", "any", "all"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
@@ -122,6 +123,57 @@ def _checked(sbp: Sbp, tensor_dims: int) -> Sbp:
     return Split(sbp.dim % tensor_dims)
 
 
+def listed(given: LayoutLike) -> list[str]:
+    """What the user wrote as a list of texts. Raises SbpError."""
+    items = [given] if isinstance(given, str | Split | Broadcast | Partial) else list(given)
+    return [str(parse(item)) for item in items]
+
+
+def match_layouts(patterns: Mapping[str, LayoutLike], shapes: Mapping[str, tuple[int, ...]], mesh_dims: int) -> dict[str, Layout]:
+    """The layout of each name that a pattern fits (shell wildcards, as in fnmatch); the last pattern that fits wins.
+
+    Raises: LayoutError for a pattern that fits no name, SbpError for a layout that does not fit the mesh or the shape.
+    """
+    found: dict[str, Layout] = {}
+    for pattern, given in patterns.items():
+        names = [name for name in shapes if fnmatchcase(name, pattern)]
+        if not names:
+            raise LayoutError(f"layout pattern {pattern!r} fits no parameter or buffer. There are: {_some(shapes)}")
+        for name in names:
+            try:
+                found[name] = layout(given, mesh_dims, len(shapes[name]))
+            except SbpError as exc:
+                raise SbpError(f"layout pattern {pattern!r}, for {name} of shape {shapes[name]}: {exc}") from None
+    return found
+
+
+def _some(names: Iterable[str]) -> str:
+    known = list(names)
+    return ", ".join(known[:8]) + (f", ... ({len(known)} in all)" if len(known) > 8 else "")
+
+
+_OF_REDUCE_OPS = {"sum": "sum", "avg": "mean", "max": "max", "min": "min", "product": "prod"}
+
+
+def of(tensor: Any) -> Layout:
+    """The layout of a global tensor: one Sbp for each dimension of its mesh. Raises SbpError for a plain tensor."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        raise SbpError(f"a plain {type(tensor).__name__} has no SBP: mf.distribute or mf.to_global makes global tensors")
+    return tuple(map(_of_placement, placements))
+
+
+def _of_placement(placement: Any) -> Sbp:
+    """PyTorch's term for it as an Sbp; its types know themselves, so that nothing of PyTorch has to be imported here."""
+    if placement.is_replicate():
+        return broadcast
+    if placement.is_partial() and placement.reduce_op in _OF_REDUCE_OPS:
+        return Partial(_OF_REDUCE_OPS[placement.reduce_op])  # type: ignore[arg-type]
+    if type(placement).__name__ != "Shard":
+        raise SbpError(f"{placement} is a layout of PyTorch's that SBP has no word for")
+    return Split(placement.dim)
+
+
 def format_layout(found: Layout) -> str:
     """`S(0)` for one mesh dimension, `[S(0), B]` for more."""
     return str(found[0]) if len(found) == 1 else f"[{', '.join(map(str, found))}]"
@@ -132,6 +184,15 @@ def piece_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     chunk = -(-size // parts) if size else 0
     start = min(index * chunk, size)
     return start, min(chunk, size - start)
+
+
+def piece_number(found: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> int:
+    """A number for the piece that a rank holds: equal on ranks that hold the same one."""
+    number = 0
+    for sbp, parts, index in zip(found, mesh_shape, coordinate, strict=True):
+        if isinstance(sbp, Split):
+            number = number * parts + index
+    return number
 
 
 def piece_of(shape: Sequence[int], found: Layout, mesh_shape: Sequence[int], coordinate: Sequence[int]) -> tuple[list[int], list[int]]:

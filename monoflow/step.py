@@ -19,7 +19,7 @@ from monoflow.capture.graph import Captured
 from monoflow.compile import choose_backend, compile_graph, compile_guards
 from monoflow.errors import CompileError, CompileWarning, RecompileWarning, StepError
 from monoflow.progress import Progress
-from monoflow.rewrite import Pass, apply_passes
+from monoflow.rewrite import OnLayout, Pass, apply_passes
 from monoflow.run import Executor, keep_freed_memory
 from monoflow.state import Inventory, State
 from monoflow.tree import Rebuild, arguments_key, flatten
@@ -264,7 +264,7 @@ def graph(
     inputs: LayoutLike | Mapping[str, LayoutLike] | None = None,
     sync: Literal["rank0", "error"] = "rank0",
     backend: str = "auto",
-    passes: Iterable[Pass] = (),
+    passes: Iterable[Pass | OnLayout] = (),
     progress: bool = True,
 ) -> Callable[[Callable[P, R]], Step[P, R]]:
     """Decorates a function so that all of it (forward, loss, backward, clipping, optimizer) runs as one static graph.
@@ -274,18 +274,16 @@ def graph(
         placement: the ranks over which the step runs, as `mf.placement(...)`; None for one device. The result is that of one device on the
             batch of all ranks.
         layout: how parameters and buffers lie, by patterns of their names: `{"*.up.weight": ["B", "S(0)"]}`; what no pattern fits is B.
-        With
-            S the step replaces the parameter by a global tensor. Gradients and optimizer state lie like their parameter.
+            With S the step replaces the parameter by a global tensor. Gradients and optimizer state lie like their parameter.
         inputs: how plain tensors among the arguments lie: one layout for all, or `{"mask": "B"}` by argument name. By default a rank
-        passes its part
-            of the batch: cut in dimension 0 over the first mesh dimension, tensors without dimensions B. Global tensors are taken as they
-            are.
+            passes its part of the batch: cut in dimension 0 over the first mesh dimension, tensors without dimensions B. Global tensors
+            are taken as they are.
         sync: "rank0" gives all ranks the parameters, buffers and optimizer state of the first one before the first step; "error" raises
-        RankError
-            if they differ.
+            RankError if they differ.
         backend: "aten" (starts in seconds, equal to eager PyTorch to the bit), "inductor" (generated C++, fastest), or
             "auto": "inductor" where C++ can be built, else "aten" (also, with a warning, for a graph that Inductor cannot compile).
-        passes: functions from the captured graph to the same graph, applied in order (see docs/passes.md).
+        passes: functions from the captured graph to the same graph, applied in order (see docs/passes.md); those marked with
+            `mf.on_layout` work on the laid-out graph.
         progress: a line on the terminal while a graph is made; never in logs.
 
     Outputs that are B on every mesh dimension come back as plain tensors (partial sums are reduced), others as global tensors.
@@ -312,6 +310,7 @@ def graph(
             from monoflow.parallel_step import ParallelStep
 
             return ParallelStep(function, owned, parallel, backend=backend, passes=passes, progress=progress)
-        return Step(function, owned, backend=backend, passes=passes, progress=progress)
+        plain = [p for p in passes if not isinstance(p, OnLayout)]  # one device has no layouts
+        return Step(function, owned, backend=backend, passes=plain, progress=progress)
 
     return decorate

@@ -16,7 +16,7 @@ from monoflow.errors import PlacementError
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """`size` ranks. `rank` is this process's own, None where all of them are simulated in this process."""
+    """`size` ranks. `rank` is this process's own; None where all of them are simulated in this process, on `device_type`."""
 
     size: int
     rank: int | None
@@ -32,12 +32,16 @@ def simulate(world_size: int, device: str = "cpu") -> Iterator[World]:
 
     A step whose placement is simulated is called once for all ranks: plain tensors given to it are whole (the batch of all ranks), and so
     are the parameters; its ranks run in lockstep, op by op. Plans (`step.plan`) take any number of ranks; running takes memory for each.
+    Placements inside are of type `device`.
+
+    Raises: PlacementError for a number of ranks below 1.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise PlacementError(f"mf.simulate takes a number of ranks of at least 1, got {world_size!r}")
-    token = _simulated.set(World(world_size, None, device))
+    world = World(world_size, None, device)
+    token = _simulated.set(world)
     try:
-        yield World(world_size, None, device)
+        yield world
     finally:
         _simulated.reset(token)
 

@@ -9,6 +9,7 @@ from torch import fx
 
 from monoflow._torch import OpOverload
 from monoflow.capture.graph import is_effect, written_nodes
+from monoflow.layout_hint import is_hint
 
 _aten = torch.ops.aten
 
@@ -28,7 +29,7 @@ def simplify(graph: fx.Graph) -> fx.Graph:
 def _remove_aliases(graph: fx.Graph) -> None:
     """`detach(x)` is `x` in a graph without autograd, unless the caller would get a parameter for it; `t(t(x))` is `x`."""
     for node in list(graph.nodes):
-        if node.target in (_aten.detach.default, _aten.alias.default):
+        if node.target in (_aten.detach.default, _aten.alias.default) or is_hint(node.target):
             if node.args[0].op == "placeholder" and any(user.op == "output" for user in node.users):
                 continue
             node.replace_all_uses_with(node.args[0])

@@ -66,6 +66,11 @@ class Call:
         return list(self.result) if isinstance(self.result, list | tuple) else [self.result]
 
 
+def op_name(target: OpOverload) -> str:
+    """`mm` for every overload of aten.mm, `library::op` for an op of another library."""
+    return str(target._schema.name).removeprefix("aten::")
+
+
 @functools.lru_cache(maxsize=4096)
 def tensor_arguments(target: OpOverload) -> tuple[str, ...]:
     """Names of the arguments that are tensors or lists of tensors, in the schema's order."""

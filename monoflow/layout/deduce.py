@@ -23,18 +23,16 @@ from torch import fx
 
 from monoflow._torch import OpOverload, decompositions
 from monoflow.capture.graph import describe_node
-from monoflow.errors import LayoutWarning, RuleError
-from monoflow.layout.call import Call
+from monoflow.errors import LayoutWarning, RuleError, SbpError
+from monoflow.layout.call import Call, op_name
 from monoflow.layout.cost import transfer_cost
 from monoflow.layout.expand import expand
 from monoflow.layout.expansions import EXPANSIONS
 from monoflow.layout.options import Group, Option, flat_tensors, groups_of, whole_group
 from monoflow.layout.table import find_entry, rule_line
 from monoflow.layout.values import is_item, map_layouts, tensor_inputs, whole_layout
+from monoflow.layout_hint import is_hint
 from monoflow.sbp import Layout, Partial, Sbp, Split, broadcast, layout, partial_sum
-
-HINT = "monoflow::layout_hint"
-"""The op that `mf.to_global(x, sbp=...)` leaves in a captured step."""
 
 LAZY = 0.999
 """Between passing a partial sum on and reducing it at once, at equal cost, it is passed on: it may yet be added to another."""
@@ -93,7 +91,7 @@ class _Deduction:
             self._item(node)
         elif not isinstance(node.target, OpOverload) or not _has_tensors(node):
             self._settle(node, [self.whole] * len(tensor_inputs(node)), None)
-        elif node.target._schema.name == HINT:
+        elif is_hint(node.target):
             self._hint(node)
         elif node.target is torch.ops.aten.copy_.default:
             kept = self.versions[node.args[0]][0]  # type: ignore[index]
@@ -110,8 +108,10 @@ class _Deduction:
             self.versions[node] = [found]
 
     def _hint(self, node: fx.Node) -> None:
-        value = node.meta["val"]
-        wanted = layout(node.args[1], len(self.mesh_shape), value.dim())  # type: ignore[arg-type]
+        try:
+            wanted = layout(node.args[1], len(self.mesh_shape), node.meta["val"].dim())  # type: ignore[arg-type]
+        except SbpError as exc:
+            raise SbpError(f"{describe_node(node)}: {exc}") from None
         self._settle(node, [wanted], [wanted])
 
     def _op(self, node: fx.Node, target: OpOverload) -> list[fx.Node]:
@@ -127,7 +127,7 @@ class _Deduction:
             groups: tuple[Group, ...] = (whole_group(len(inputs), len(results)),)
         else:
             groups = groups_of(call, line)
-            finer = EXPANSIONS.get(_key(target)) or EXPANSIONS.get(_name(target))
+            finer = EXPANSIONS.get(_key(target)) or EXPANSIONS.get(op_name(target))
             if finer is not None and any(self._cuts_whole(group, inputs) for group in groups):
                 replaced = self._replace(node, finer)
                 if replaced:
@@ -271,10 +271,5 @@ def _has_tensors(node: fx.Node) -> bool:
     return any(True for _ in flat_tensors(node.meta.get("val")))
 
 
-def _name(target: OpOverload) -> str:
-    namespace, name = target._schema.name.split("::")
-    return name if namespace == "aten" else f"{namespace}::{name}"
-
-
 def _key(target: OpOverload) -> str:
-    return f"{_name(target)}.{target._overloadname}"
+    return f"{op_name(target)}.{target._overloadname}"

@@ -9,11 +9,12 @@ import torch
 from torch import fx
 
 from monoflow.capture.graph import Captured
+from monoflow.errors import LayoutError
 from monoflow.layout.deduce import deduce
 from monoflow.layout.functionalize import functionalize
 from monoflow.layout.pins import Pins, input_layout, output_layout
 from monoflow.placement import Placement
-from monoflow.sbp import Layout
+from monoflow.sbp import Layout, LayoutLike, layout
 
 PIN = "pin"
 """Key in a placeholder's meta under which a pass writes the layout that it shall have."""
@@ -32,6 +33,23 @@ class LaidOut:
     placement: Placement
     inputs: tuple[Layout | None, ...]
     outputs: tuple[Layout | None, ...]
+
+    def layout(self, name: str) -> Layout:
+        """How a parameter, buffer, entry of optimizer state or argument lies, by its name. Raises LayoutError for an unknown one."""
+        found: Layout = self._placeholder(name).meta[PIN]
+        return found
+
+    def pin(self, name: str, sbp: LayoutLike) -> None:
+        """Sets how it shall lie. Raises LayoutError, SbpError."""
+        node = self._placeholder(name)
+        node.meta[PIN] = layout(sbp, self.placement.ndim, node.meta["val"].dim())
+
+    def _placeholder(self, name: str) -> fx.Node:
+        nodes = self.captured.graph.graph.find_nodes(op="placeholder")
+        found = [n for i, n in zip(self.captured.inputs, nodes, strict=True) if i.name == name and PIN in n.meta]
+        if not found:
+            raise LayoutError(f"the step has no tensor {name!r}")
+        return found[0]
 
 
 def lay_out(captured: Captured, placement: Placement, pins: Pins) -> LaidOut:

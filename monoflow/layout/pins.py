@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from monoflow.capture.graph import Input, InputKind, Write
-from monoflow.errors import LayoutError
 from monoflow.layout.values import whole_layout
-from monoflow.placement import Placement
-from monoflow.sbp import Layout, LayoutLike, layout
+from monoflow.sbp import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +19,6 @@ class Pins:
 
     state: Mapping[str, Layout]
     arguments: Mapping[int, Layout]
-
-
-def match_layouts(patterns: Mapping[str, LayoutLike], shapes: Mapping[str, tuple[int, ...]], placement: Placement) -> dict[str, Layout]:
-    """The layout of each name that a pattern fits (shell wildcards, as in fnmatch); the last pattern that fits wins.
-
-    Raises: LayoutError for a pattern that fits no name, SbpError for a layout that does not fit the mesh or the shape.
-    """
-    found: dict[str, Layout] = {}
-    for pattern, given in patterns.items():
-        names = [name for name in shapes if fnmatchcase(name, pattern)]
-        if not names:
-            raise LayoutError(f"layout pattern {pattern!r} fits no parameter or buffer. There are: {_some(shapes)}")
-        for name in names:
-            found[name] = layout(given, placement.ndim, len(shapes[name]))
-    return found
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:8]) + (f", ... ({len(listed)} in all)" if len(listed) > 8 else "")
 
 
 def input_layout(source: Input, shape: tuple[int, ...], pins: Pins, shapes: Mapping[str, tuple[int, ...]], mesh_dims: int) -> Layout:

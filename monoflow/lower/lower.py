@@ -9,11 +9,12 @@ import torch
 from torch import fx
 
 from monoflow._torch import FakeTensorMode, OpOverload, fake_mode_of
-from monoflow.layout.call import Call, bind_arguments, tensor_arguments
+from monoflow.cutting import narrowed
+from monoflow.layout.call import Call, bind_arguments, op_name, tensor_arguments
 from monoflow.layout.cost import transfer_cost
-from monoflow.layout.deduce import HINT
 from monoflow.layout.options import flat_tensors
 from monoflow.layout.values import is_item, layout_of
+from monoflow.layout_hint import is_hint
 from monoflow.lower.boxing import convert
 from monoflow.lower.draws import draw
 from monoflow.lower.emit import Emitter
@@ -76,9 +77,7 @@ class _Lowering:
             piece = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
             if sizes == list(value.shape):
                 return piece
-            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-                piece = piece.narrow(dim, offset, size)
-            return torch.empty_like(piece)
+            return torch.empty_like(narrowed(piece, offsets, sizes))
 
     # Versions of a value
 
@@ -102,13 +101,13 @@ class _Lowering:
         if not isinstance(target, OpOverload):
             args, kwargs = self._arguments((node.args, node.kwargs), needs)
             return self.emit.node(target, tuple(args), dict(kwargs), node.meta.get("val"))
-        if target._schema.name == HINT:
+        if is_hint(target):
             return self._as(node.args[0], next(needs))  # type: ignore[arg-type]
         names = tensor_arguments(target)
         bound = bind_arguments(target, node.args, node.kwargs)
         tensors = {name: self._arguments(bound[name], needs) for name in names}
         args = {name: tensors[name] if name in tensors else self._arguments(value, needs) for name, value in bound.items()}
-        name = _name(target)
+        name = op_name(target)
         if node.meta.get("offsets") and name in PIECES:
             return PIECES[name](self.emit, Call.of(node), args, self._cut(node))
         if torch.Tag.nondeterministic_seeded in target.tags and self._is_cut(node):
@@ -189,8 +188,3 @@ def positional_and_keywords(target: OpOverload, args: dict[str, Any]) -> tuple[S
 
 def _is_default(value: Any, default: Any) -> bool:
     return not isinstance(value, fx.Node) and type(value) is type(default) and bool(value == default)
-
-
-def _name(target: OpOverload) -> str:
-    namespace, name = target._schema.name.split("::")
-    return name if namespace == "aten" else f"{namespace}::{name}"

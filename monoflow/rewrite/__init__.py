@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from monoflow.rewrite.on_layout import OnLayout, apply_layout_passes, on_layout
 from monoflow.rewrite.passes import Pass, apply_passes
 
-__all__ = ["Pass", "apply_passes"]
+__all__ = ["OnLayout", "Pass", "apply_layout_passes", "apply_passes", "on_layout"]

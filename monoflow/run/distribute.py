@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from monoflow.global_tensor import global_twin
 from monoflow.placement import Placement
 from monoflow.sbp import Layout
-from monoflow.state import Inventory, State, TensorEntry
-from monoflow.tensor import distribute
+from monoflow.state import Inventory, State
 
 
 def distribute_state(state: State, inventory: Inventory, layouts: Mapping[tuple[str, str], Layout], placement: Placement) -> None:
@@ -24,7 +23,7 @@ def distribute_state(state: State, inventory: Inventory, layouts: Mapping[tuple[
         found = layouts.get((entry.kind, entry.name))
         if found is None or isinstance(entry.tensor, DTensor):
             continue
-        made = _global(entry, found, placement)
+        made = global_twin(entry.tensor, placement, found)
         for place in entry.places:
             place.write(made)
         if isinstance(entry.tensor, nn.Parameter):
@@ -35,14 +34,3 @@ def distribute_state(state: State, inventory: Inventory, layouts: Mapping[tuple[
         for old, new in replaced.items():
             if old in optimizer.state:
                 optimizer.state[new] = optimizer.state.pop(old)
-
-
-def _global(entry: TensorEntry, found: Layout, placement: Placement) -> torch.Tensor:
-    old = entry.tensor
-    with torch.no_grad():
-        made = distribute(old.detach(), placement, list(found))
-    if isinstance(old, nn.Parameter):
-        made = nn.Parameter(made, requires_grad=old.requires_grad)
-        if old.grad is not None:
-            made.grad = distribute(old.grad, placement, list(found))
-    return made

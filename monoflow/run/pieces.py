@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from monoflow.global_tensor import to_placements
 from monoflow.placement import Placement
 from monoflow.sbp import Broadcast, Layout
-from monoflow.tensor import to_placements
 
 
 def local_piece(value: Any) -> Any:

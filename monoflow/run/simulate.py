@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from monoflow.cutting import assemble, coordinates, cut
 from monoflow.layout.lay_out import LaidOut
 from monoflow.lower.lower import lower
-from monoflow.run.assemble import assemble, coordinates, cut
 from monoflow.run.simulated import run_lockstep
 from monoflow.sbp import Layout
 

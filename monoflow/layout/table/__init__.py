@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from monoflow._torch import OpOverload
-from monoflow.layout.call import Call
+from monoflow.layout.call import Call, op_name
 from monoflow.layout.table.entry import Entry
 from monoflow.layout.table.factories import RULES as FACTORIES
 from monoflow.layout.table.indexing import RULES as INDEXING
@@ -41,14 +41,22 @@ def _merge(tables: tuple[Rules, ...]) -> Rules:
 
 _RULES = _merge(TABLES)
 
+registered: Rules = {}
+"""What `mf.register_rule` has added, by the same names; grows for as long as the process runs."""
+
+
+def has_own_rule(name: str) -> bool:
+    """True for an op with an entry of its own, by its name as in the tables."""
+    return name in _RULES or name in registered
+
 
 def find_entry(target: OpOverload) -> Entry | None:
     """The table's entry for an op: for its overload, else for its name, else by PyTorch's tag for elementwise ops."""
-    namespace, name = target._schema.name.split("::")
-    base = name if namespace == "aten" else f"{namespace}::{name}"
+    base = op_name(target)
     for key in (f"{base}.{target._overloadname}", base):
-        if key in _RULES:
-            return _RULES[key]
+        found = _RULES.get(key) or registered.get(key)
+        if found is not None:
+            return found
     if base.startswith(("_foreach_", "_fused_")):
         return each
     return pointwise if torch.Tag.pointwise in target.tags else None

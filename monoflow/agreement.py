@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ class Agreement:
 
     def __init__(self, placement: Placement) -> None:
         start_processes(placement.device_type)
-        self.ranks = placement.ranks
         everyone = sorted(placement.ranks) == list(range(dist.get_world_size()))
         shared = everyone and placement.device_type == "cpu"
         self._group = dist.group.WORLD if shared else dist.new_group(sorted(placement.ranks), backend="gloo")
@@ -30,7 +30,7 @@ class Agreement:
         """What each rank gives, in the order of rank numbers: a few 64-bit numbers, in some hundred microseconds."""
         mine = torch.tensor(numbers, dtype=torch.int64)
         found = torch.empty(len(self._order) * len(numbers), dtype=torch.int64)
-        dist.all_gather_into_tensor(found, mine, group=self._group)
+        dist.all_gather_single(found, mine, group=self._group)
         return tuple(map(tuple, found.view(len(self._order), len(numbers)).tolist()))
 
     def exchange_objects(self, value: Any) -> list[Any]:
@@ -43,6 +43,19 @@ class Agreement:
         """Overwrites a CPU tensor with that of the first rank."""
         dist.broadcast(tensor, self._order[0], group=self._group)
 
+    @contextlib.contextmanager
+    def first_generator(self) -> Iterator[None]:
+        """Inside, every rank draws from the first rank's generator (PyTorch's, for CPU tensors); after, the others go on with their own."""
+        own = torch.get_rng_state()
+        shared = own.clone()
+        self.broadcast(shared)
+        torch.set_rng_state(shared)
+        try:
+            yield
+        finally:
+            if dist.get_rank() != self._order[0] and not torch.equal(own, shared):
+                torch.set_rng_state(own)
+
     def check_equal(self, what: str, text: str) -> None:
         """Raises RankError on every rank, with the first lines that differ, unless all ranks give the same text."""
         mark = fingerprint64(text)
@@ -53,6 +66,16 @@ class Agreement:
         one, two = self._order[0], self._order[other]
         raise RankError(f"{what} differs between ranks {one} and {two}:\n{difference(texts[0], texts[other], one, two)}")
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What is done inside is done on every rank or on none: where it fails on one, an error is raised on all."""
+        try:
+            yield
+        except Exception as exc:
+            self.all_or_none(exc)
+            raise
+        self.all_or_none(None)
+
     def all_or_none(self, error: BaseException | None) -> None:
         """Every rank says whether it has failed; if one has, all raise: it its own error, the others a RankError that quotes it."""
         if not any(failed for (failed,) in self.exchange([error is not None])):
@@ -61,7 +84,7 @@ class Agreement:
         if error is not None:
             raise error
         failed = [(rank, text) for rank, text in zip(self._order, texts, strict=True) if text is not None]
-        raise RankError("\n".join(f"rank {rank} could not make its graph: {text}" for rank, text in failed))
+        raise RankError("\n".join(f"rank {rank} failed: {text}" for rank, text in failed))
 
 
 def fingerprint64(text: str | bytes) -> int:
