@@ -109,6 +109,74 @@ def _channels(x: Tensor, value: Tensor) -> Tensor:
     return aten.reshape(value, [1, value.shape[0], *[1] * (x.dim() - 2)])
 
 
+def _normed(x: Tensor, mu: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    out = (x - _channels(x, mu)) * _channels(x, rstd)
+    out = out * _channels(x, weight) if weight is not None else out
+    return out + _channels(x, bias) if bias is not None else out
+
+
+def _no_statistics(x: Tensor, count: int) -> list[Tensor]:
+    return [aten.zeros([0], dtype=x.dtype, device=x.device) for _ in range(count)]
+
+
+def batch_norm_without_statistics(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    return batch_norm(x, weight, bias, None, None, True, momentum, eps)
+
+
+def batch_norm_evaluated(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    return batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)[:3]
+
+
+def batch_norm_with_update(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    out, mu, rstd, mean, var = batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return out, mu, rstd, aten.zeros([0], dtype=torch.uint8, device=x.device), mean, var
+
+
+def batch_norm_with_update_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mu: Tensor | None,
+    rstd: Tensor | None,
+    update: bool,
+    eps: float,
+    mask: list[bool],
+    reserve: Tensor,
+) -> tuple[Tensor | None, ...]:
+    return batch_norm_backward(grad, x, weight, running_mean, running_var, mu, rstd, update, eps, mask)
+
+
+def cross_entropy_with_logits(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, pos_weight: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    """-(w (p y log s(x) + (1 - y) log(1 - s(x)))), by softplus."""
+    positive = aten.softplus(-x) * target
+    positive = positive * pos_weight if pos_weight is not None else positive
+    losses = positive + (1 - target) * aten.softplus(x)
+    losses = losses * weight if weight is not None else losses
+    if reduction == 0:
+        return losses
+    return mean(losses) if reduction == 1 else aten.sum(losses)
+
+
+def trilinear(
+    a: Tensor, b: Tensor, c: Tensor, expand1: list[int], expand2: list[int], expand3: list[int], summed: list[int], unroll: int = 1
+) -> Tensor:
+    """A product of three, each with dimensions of size one put in, summed."""
+    for dims, index in ((expand1, 0), (expand2, 1), (expand3, 2)):
+        for d in dims:
+            a, b, c = (aten.unsqueeze(t, d) if i == index else t for i, t in enumerate((a, b, c)))
+    return aten.sum.dim_IntList(a * b * c, summed) if summed else a * b * c
+
+
 def batch_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -120,15 +188,16 @@ def batch_norm(
     eps: float,
 ) -> tuple[Tensor, ...]:
     """Two passes over the whole batch: mean, then variance about it."""
+    if not training:
+        assert running_mean is not None and running_var is not None
+        return _normed(x, running_mean, aten.rsqrt(running_var + eps), weight, bias), *_no_statistics(x, 2), running_mean, running_var
     dims = [0, *range(2, x.dim())]
     count = x.numel() // x.shape[1]
     mu = mean_dim(x, dims)
     centred = x - _channels(x, mu)
     var = mean_dim(centred * centred, dims)
     rstd = aten.rsqrt(var + eps)
-    out = centred * _channels(x, rstd)
-    out = out * _channels(x, weight) if weight is not None else out
-    out = out + _channels(x, bias) if bias is not None else out
+    out = _normed(x, mu, rstd, weight, bias)
     if running_mean is None or running_var is None:
         return out, mu, rstd
     unbiased = aten.mul.Scalar(var, count / max(count - 1, 1))
@@ -147,12 +216,17 @@ def batch_norm_backward(
     eps: float,
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
+    if not train:
+        assert running_mean is not None and running_var is not None
+        mu, rstd = running_mean, aten.rsqrt(running_var + eps)
     assert mu is not None and rstd is not None
     dims = [0, *range(2, x.dim())]
     normed = (x - _channels(x, mu)) * _channels(x, rstd)
     summed, dotted = aten.sum.dim_IntList(grad, dims), aten.sum.dim_IntList(grad * normed, dims)
     count = x.numel() // x.shape[1]
-    inner = grad - _channels(x, aten.div.Scalar(summed, count)) - normed * _channels(x, aten.div.Scalar(dotted, count))
+    inner = (
+        grad if not train else grad - _channels(x, aten.div.Scalar(summed, count)) - normed * _channels(x, aten.div.Scalar(dotted, count))
+    )
     scale = rstd * weight if weight is not None else rstd
     return (inner * _channels(x, scale) if mask[0] else None), (dotted if mask[1] else None), (summed if mask[2] else None)
 
@@ -219,5 +293,11 @@ EXPANSIONS: dict[str, Callable[..., Any]] = {
     "_native_batch_norm_legit_functional": batch_norm,
     "native_batch_norm": batch_norm,
     "native_batch_norm_backward": batch_norm_backward,
+    "_native_batch_norm_legit.no_stats": batch_norm_without_statistics,
+    "_native_batch_norm_legit_no_training": batch_norm_evaluated,
+    "_batch_norm_with_update_functional": batch_norm_with_update,
+    "batch_norm_backward": batch_norm_with_update_backward,
+    "binary_cross_entropy_with_logits": cross_entropy_with_logits,
+    "_trilinear": trilinear,
 }
 """Op -> a function of the same arguments."""

@@ -98,7 +98,9 @@ class _Functional:
             return self.made[node]
         if node in self.parent:
             parent = self._use(self.parent[node])
-            if node.op == "call_function" and not is_item(node):
+            if _is_result_of_write(node):
+                made = parent
+            elif node.op == "call_function" and not is_item(node):
                 made = self._emit(node.target, (parent, *self._map(node.args[1:])), self._map(node.kwargs))
             elif is_item(node):
                 source: Any = node.args[0]
@@ -135,6 +137,10 @@ class _Functional:
     def _call(self, node: fx.Node) -> None:
         target: Any = node.target
         written = written_nodes(node)
+        if target in _COPIES:
+            made = self._emit(_COPIES[target], self._map(node.args), self._map(node.kwargs))
+            self._know(node, made)
+            return
         if written or node.target in _HIDDEN_WRITES:
             self._write(node, written)
             return
@@ -178,19 +184,20 @@ class _Functional:
             self._hidden_write(node)
             return
         results = self._functional(node, written)
-        for value, made in zip(written, results, strict=True):
-            self._overwrite(value, made)
-        own = node.meta.get("val")
-        if isinstance(own, torch.Tensor) and len(written) == 1:
+        own, others = results[: len(results) - len(written)], results[len(results) - len(written) :]
+        for argument, made in zip(written, others, strict=True):
+            self._overwrite(argument, made)
+        value = node.meta.get("val")
+        if own:  # an op with results beside what it writes to, which its twin gives first
+            first: Any = own[0] if isinstance(value, torch.Tensor) else own[0].args[0]
+            self._know(node, first)
+        elif isinstance(value, torch.Tensor) and len(written) == 1:
             self._know(node, self._use(written[0]))
             self.parent.setdefault(node, written[0])
-        elif isinstance(own, list | tuple):
-            self.made[node] = self._tuple(node, written)
+        elif isinstance(value, list | tuple) and any(user.op != "output" for user in node.users):
+            raise LayoutError(f"{describe_node(node)}: the results of an op that writes into several tensors are used")
         else:
             self.made[node] = self._use(written[0])
-
-    def _tuple(self, node: fx.Node, written: list[fx.Node]) -> fx.Node:
-        raise LayoutError(f"{describe_node(node)}: the results of an op that writes into several tensors are used")
 
     def _functional(self, node: fx.Node, written: list[fx.Node]) -> list[fx.Node]:
         """The new values of the written arguments, computed without a write."""
@@ -206,10 +213,9 @@ class _Functional:
         keywords = {a.name: bound[a.name] for a in twin._schema.arguments if a.kwarg_only and a.name in bound and bound[a.name] is not None}
         made = self._emit(twin, tuple(positional), keywords)
         outputs = self._items(made)
-        if len(outputs) != len(written):
-            outputs = self._only_written(target, outputs)
-        for value, result in zip(written, outputs, strict=True):
-            made.meta.setdefault("written", self._use(value)) if len(outputs) == 1 else None
+        for value, result in zip(written, outputs[len(outputs) - len(written) :], strict=True):
+            if len(outputs) == 1:
+                made.meta.setdefault("written", self._use(value))
             if result.meta["val"].shape != value.meta["val"].shape:
                 raise LayoutError(f"{describe_node(node)} changes the shape of what it writes to")
         return outputs
@@ -224,9 +230,6 @@ class _Functional:
             if isinstance(item, torch.Tensor | list | tuple):
                 found.extend(self._items(self._emit(operator.getitem, (made, index), {})))
         return found
-
-    def _only_written(self, target: OpOverload, outputs: list[fx.Node]) -> list[fx.Node]:
-        raise LayoutError(f"{target} returns more than it writes to")
 
     def _copied(self, old: fx.Node, source: fx.Node) -> fx.Node:
         before, value = old.meta["val"], source.meta["val"]
@@ -310,6 +313,13 @@ class _Functional:
         self.made[node] = made
 
 
+_COPIES: dict[Any, Any] = {
+    _aten._conj.default: _aten._conj_physical.default,
+    _aten._neg_view.default: _aten.neg.default,
+    _aten._efficientzerotensor.default: _aten.zeros.default,
+}
+"""Ops that only mark their result -> ops that compute it: a mark would not survive a collective."""
+
 _HIDDEN_WRITES = (_aten.native_batch_norm.default,)
 
 _Inverse = Callable[[dict[str, Any], fx.Node, fx.Node], tuple[Any, tuple[Any, ...], dict[str, Any]]]
@@ -372,15 +382,29 @@ _TWINS = {
     _aten.normal_.default: _aten.normal_functional.default,
     _aten.fill_.Scalar: _aten.fill.Scalar,
     _aten.squeeze_.default: _aten.squeeze.default,
+    _aten.transpose_.default: _aten.transpose.int,
+    _aten._native_batch_norm_legit.default: _aten._native_batch_norm_legit_functional.default,
+    _aten._batch_norm_with_update.default: _aten._batch_norm_with_update_functional.default,
+    _aten.rrelu_with_noise.default: _aten.rrelu_with_noise_functional.default,
 }
 """Where the names do not tell."""
 
 
 def functional_twin(target: Any) -> OpOverload | None:
-    """The op that computes what an in-place op writes: `aten.add.Tensor` for `aten.add_.Tensor`. None where there is none."""
+    """The op that computes what an op writes: `aten.add.Tensor` for `aten.add_.Tensor` and for `aten.add.out`. None where there is none."""
     if target in _TWINS:
         return _TWINS[target]
     namespace, name = target._schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name.endswith("_") else None
-    twin = getattr(packet, target._overloadname, None) if packet is not None else None
-    return twin if isinstance(twin, OpOverload) and not twin._schema.is_mutable else None
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    if packet is None:
+        return None
+    overloads = sorted(packet.overloads(), key=lambda o: o != target._overloadname)  # the one of the same name, if it will do
+    fitting = (twin for twin in (getattr(packet, o) for o in overloads) if _takes_the_same(twin, target))
+    return next(fitting, None)
+
+
+def _takes_the_same(twin: OpOverload, target: OpOverload) -> bool:
+    """All arguments but those in which `target` is given memory for its results (`out=`)."""
+    taken = [str(a.type) for a in twin._schema.arguments]
+    given = [str(a.type) for a in target._schema.arguments if not (a.is_out or (a.kwarg_only and a.alias_info is not None))]
+    return taken == given and not twin._schema.is_mutable

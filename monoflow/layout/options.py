@@ -68,10 +68,6 @@ def _whole(inputs: int, outputs: int) -> Option:
     return Option("whole", (broadcast,) * inputs, (broadcast,) * outputs)
 
 
-_Bound = tuple[Term, tuple[int, ...], int]
-"""A term, the shape of the tensor it stands for, and the term's number."""
-
-
 def groups_of(call: Call, line: str) -> tuple[Group, ...]:
     """The groups of a call under a rule. Raises RuleError where the line does not fit the call."""
     rule = parse(line)
@@ -86,6 +82,10 @@ def groups_of(call: Call, line: str) -> tuple[Group, ...]:
 
 _Flat = tuple[Term, tuple[int, ...], int, tuple[int, int]]
 """A term, a shape, the term's number, (place in the flat list, index in the term's own list)."""
+
+
+_Dims = list[list[tuple[str, ...]]]
+"""For each tensor, the factors of each of its dimensions."""
 
 
 def _bind_inputs(rule: Rule, call: Call) -> Iterator[_Flat]:
@@ -134,7 +134,7 @@ def _group(rule: Rule, inputs: list[_Flat], outputs: list[_Flat]) -> Group:
     for factor, size in sizes.items():
         if _can_be_cut(rule, factor, in_dims + out_dims):
             cut.add(factor)
-            options.append(_cut(rule, factor, size, inputs, in_dims, out_dims))
+            options.append(_cut(rule, factor, size, inputs, in_dims, outputs, out_dims))
     for arguments in rule.linear:
         if any(number in arguments for _, _, number, _ in inputs):
             layout = tuple(partial_sum if number in arguments else broadcast for _, _, number, _ in inputs)
@@ -188,14 +188,15 @@ def _can_be_cut(rule: Rule, factor: str, tensors: list[list[tuple[str, ...]]]) -
     return all(factors[0] == factor for dims in tensors for factors in dims if factor in factors)
 
 
-def _cut(
-    rule: Rule, factor: str, size: int, inputs: list[_Flat], in_dims: list[list[tuple[str, ...]]], out_dims: list[list[tuple[str, ...]]]
-) -> Option:
+def _cut(rule: Rule, factor: str, size: int, inputs: list[_Flat], in_dims: _Dims, results: list[_Flat], out_dims: _Dims) -> Option:
     even = any(len(factors) > 1 for dims in in_dims + out_dims for factors in dims if factor in factors)
     outputs: list[Sbp] = []
-    for dims in out_dims:
+    for dims, (_, shape, _, _) in zip(out_dims, results, strict=True):
         dim = next((d for d, factors in enumerate(dims) if factor in factors), None)
-        outputs.append(Partial(rule.reductions.get(factor, "sum")) if dim is None else Split(dim))
+        if dim is not None:
+            outputs.append(Split(dim))
+        else:  # an empty result holds nothing to add up
+            outputs.append(broadcast if 0 in shape else Partial(rule.reductions.get(factor, "sum")))
     reduced = any(isinstance(o, Partial) for o in outputs)
     layouts: list[Sbp] = []
     for dims, (term, shape, _, _) in zip(in_dims, inputs, strict=True):

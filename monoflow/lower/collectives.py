@@ -154,7 +154,7 @@ class _Site:
         value = self._communicate(functional.all_gather_into_tensor.default, self._contiguous(value), self.parts, self.group)
         value = self._returned(value, dtype)
         if cut.dim != 0:
-            value = self._rows_to_dim(value, cut.dim)
+            value = self._contiguous(self._rows_to_dim(value, cut.dim))
         return value if cut.even else self._contiguous(self._narrow(value, cut.dim, 0, cut.size))
 
     def all_to_all(self, value: fx.Node, left: _Cut, entered: _Cut) -> fx.Node:

@@ -18,6 +18,7 @@ from monoflow.layout_hint import is_hint
 from monoflow.lower.boxing import convert
 from monoflow.lower.draws import draw
 from monoflow.lower.emit import Emitter
+from monoflow.lower.memory import SEEN_AS
 from monoflow.lower.pieces import PIECES
 from monoflow.lower.sizes import SIZES
 from monoflow.sbp import Layout, Split, piece_bounds, piece_of
@@ -116,7 +117,10 @@ class _Lowering:
             positional, keywords = positional_and_keywords(target, args)
             return self.emit.node(target, tuple(positional), keywords, node.meta.get("val"))
         args.update(self._sizes(node, name, args))
-        return self._emit(target, args)
+        if name in SEEN_AS and (rest := SEEN_AS[name](self.emit, node, args)) is not None:
+            return rest
+        positional, keywords = positional_and_keywords(target, args)
+        return self.emit.call(target, *positional, **keywords)
 
     def _arguments(self, value: Any, needs: Iterator[Layout]) -> Any:
         """Arguments of the local call: every tensor as its piece in the layout that is needed."""
@@ -130,15 +134,6 @@ class _Lowering:
             return {k: self._arguments(v, needs) for k, v in value.items()}
         return value
 
-    def _emit(self, target: OpOverload, args: dict[str, Any]) -> fx.Node:
-        positional, keywords = positional_and_keywords(target, args)
-        try:
-            return self.emit.call(target, *positional, **keywords)
-        except (RuntimeError, ValueError):
-            if target not in (_aten.view.default, _aten._unsafe_view.default):
-                raise
-            return self.emit.call(_aten.reshape.default, *positional)  # the strides of the piece are not those of the whole
-
     def _sizes(self, node: fx.Node, name: str, args: dict[str, Any]) -> dict[str, Any]:
         """The arguments that are shapes, for the piece instead of the whole."""
         found: dict[str, Any] = {}
@@ -147,8 +142,10 @@ class _Lowering:
                 continue
             if source == "result":
                 found[argument] = self._bounds(node.meta["val"], layout_of(node))[1]
-            else:
+            elif isinstance(source, str):
                 found[argument] = list(args[source].meta["val"].shape)
+            else:
+                found[argument] = args[source[0]].meta["val"].shape[source[1]]
         return found
 
     def _bounds(self, value: torch.Tensor, found: Layout) -> tuple[list[int], list[int]]:

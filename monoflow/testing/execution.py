@@ -116,7 +116,7 @@ def _clamp(dim: int, rank: int) -> int:
 
 def _possible(rank: int, tensor: torch.Tensor) -> list[Sbp]:
     cut: list[Sbp] = [Split(d) for d in range(rank)]
-    return [*cut, Partial()] if tensor.dtype.is_floating_point else cut
+    return [*cut, Partial()] if tensor.dtype.is_floating_point and tensor.element_size() > 1 else cut
 
 
 def _draw(generator: random.Random, rank: int, tensor: torch.Tensor) -> Sbp:
@@ -126,7 +126,7 @@ def _draw(generator: random.Random, rank: int, tensor: torch.Tensor) -> Sbp:
 def check(case: Case, layouts: tuple[Layout, ...], mesh_shape: tuple[int, ...]) -> Outcome:
     """Runs a case on pieces and compares. Never raises for what the case does; the outcome's `error` says what was wrong."""
     outcome = Outcome(layouts, mesh_shape)
-    with simulate(_size(mesh_shape)), warnings.catch_warnings(record=True) as caught:
+    with simulate(math.prod(mesh_shape)), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             results = run_on_pieces(case, layouts, mesh_shape)
@@ -144,7 +144,7 @@ def check(case: Case, layouts: tuple[Layout, ...], mesh_shape: tuple[int, ...]) 
 
 def run_on_pieces(case: Case, layouts: tuple[Layout, ...], mesh_shape: tuple[int, ...]) -> list[torch.Tensor]:
     """The results of a case whose arguments have the given layouts over simulated ranks."""
-    placement = Placement("cpu", torch.arange(_size(mesh_shape)).reshape(mesh_shape).tolist())
+    placement = Placement("cpu", torch.arange(math.prod(mesh_shape)).reshape(mesh_shape).tolist())
     laid = lay_out(case.captured, placement, Pins({}, dict(enumerate(layouts))))
     values = [_value(case, source) for source in case.captured.inputs]
     torch.manual_seed(case.seed)
@@ -156,10 +156,6 @@ def _value(case: Case, source: Any) -> Any:
     return source.value if source.kind == "constant" else case.arguments[source.index].detach().clone()
 
 
-def _size(mesh_shape: tuple[int, ...]) -> int:
-    return math.prod(mesh_shape)
-
-
 def difference(got: torch.Tensor, wanted: torch.Tensor, relative: float = 2e-4) -> str:
     """What is different, beyond rounding; empty where nothing is."""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
@@ -168,6 +164,8 @@ def difference(got: torch.Tensor, wanted: torch.Tensor, relative: float = 2e-4) 
         return ""
     if not (wanted.is_floating_point() or wanted.is_complex()):
         return "" if torch.equal(got, wanted) else f"{int((got != wanted).sum())} of {wanted.numel()} elements differ"
+    if wanted.is_floating_point() and wanted.element_size() == 1:
+        got, wanted = got.float(), wanted.float()
     finite = wanted[torch.isfinite(wanted)]
     scale = float(finite.abs().max()) if finite.numel() else 1.0
     close = torch.isclose(got, wanted, rtol=relative, atol=relative * 0.1 * max(scale, 1.0), equal_nan=True)

@@ -61,10 +61,16 @@ def entry_name(entry: Any) -> str:
     return f"{entry.name}.{entry.variant_test_name}" if entry.variant_test_name else str(entry.name)
 
 
+def dtype_of(entry: Any) -> torch.dtype:
+    """Of the samples: float32, or, for what knows no float32, the first of those that it knows."""
+    return next((d for d in (torch.float32, torch.complex64, torch.int64) if entry.supports_dtype(d, "cpu")), torch.float32)
+
+
 def cases_of(entry: Any, samples: int) -> Iterator[tuple[str, Callable[[], Case]]]:
     """The first samples of an entry as cases to be made; values that are no tensors are fixed."""
-    gradients = bool(entry.supports_autograd)
-    given = entry.sample_inputs("cpu", torch.float32, requires_grad=gradients)
+    dtype = dtype_of(entry)
+    gradients = bool(entry.supports_autograd) and (dtype.is_floating_point or dtype.is_complex)
+    given = entry.sample_inputs("cpu", dtype, requires_grad=gradients)
     for number, sample in zip(range(samples), given, strict=False):
         leaves, _, rebuild = flatten((sample.input, sample.args, sample.kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]

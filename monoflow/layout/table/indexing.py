@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from monoflow.layout.call import Call, letters, term
 from monoflow.layout.table.entry import Entry, same
 
@@ -58,25 +60,106 @@ def _broadcast(count: int) -> str:
 
 
 def index_select(call: Call) -> str:
+    whole, at, part = _rows(call, cut=call.rank("index") == 1)
+    return f"{whole}, {at if call.rank('self') else term(['1'] * call.rank('index'))} -> {part}; linear 0"
+
+
+def _scattered(call: Call, source: str = "src", mark: str = "!") -> tuple[str, str]:
+    """Terms of what is written to, and of the index and the source: dimensions in which all have one size may be cut."""
     names = letters(call.rank("self"))
-    (dim,) = call.dims("dim") or [0]
-    left = [f"{n}!" if d == dim else n for d, n in enumerate(names)]
-    right = ["i" if d == dim else n for d, n in enumerate(names)]
-    return f"{term(left)}, i -> {term(right)}; linear 0"
+    if not names:
+        return ".", term(["1"] * call.rank("index"))
+    (dim,) = call.dims("dim")
+    shapes = [call.shape(n) for n in ("self", "index", source) if isinstance(call.args.get(n), torch.Tensor)]
+    alike = [len({s[d] for s in shapes}) == 1 for d in range(len(names))]
+    whole = [f"{n}{mark}" if d == dim else n if alike[d] else f"{n}!" for d, n in enumerate(names)]
+    return term(whole), term(["1" if d == dim or not alike[d] else n for d, n in enumerate(names)])
 
 
 def scatter_add(call: Call) -> str:
     """Added where the index says; linear in what is added to and what is added, together."""
+    whole, part = _scattered(call, mark="@")
+    return f"{whole}, {part}, {part} -> {whole}; linear 0 2"
+
+
+def scatter(call: Call) -> str:
+    whole, part = _scattered(call)
+    return f"{whole}, {part}, {part} -> {whole}; linear 0 2"
+
+
+def scatter_value(call: Call) -> str:
+    whole, part = _scattered(call)
+    return f"{whole}, {part} -> {whole}"
+
+
+def scatter_reduce(call: Call) -> str:
+    whole, part = _scattered(call)
+    return f"{whole}, {part}, {part} -> {whole}"
+
+
+def _rows(call: Call, cut: bool = False) -> tuple[str, str, str]:
+    """Terms of a tensor indexed along one dimension, of the index, and of what has the index's length there."""
+    names = letters(call.rank("self"), skip="i")
+    (dim,) = call.dims("dim") or [0]
+    i = "i" if cut else "i!"
+    whole = [f"{n}!" if d == dim else n for d, n in enumerate(names)]
+    part = [i if d == dim else n for d, n in enumerate(names)]
+    return term(whole), term([i] * call.rank("index")), term(part)
+
+
+def index_fill(call: Call) -> str:
+    whole, at, _ = _rows(call)
+    value = ", ." if isinstance(call["value"], torch.Tensor) else ""
+    return f"{whole}, {at}{value} -> {whole}"
+
+
+def index_copy(call: Call) -> str:
+    whole, at, part = _rows(call)
+    return f"{whole}, {at}, {_source(call, part)} -> {whole}; linear 0 2"
+
+
+def index_reduce(call: Call) -> str:
+    whole, at, part = _rows(call)
+    return f"{whole}, {at}, {_source(call, part)} -> {whole}"
+
+
+def index_add(call: Call) -> str:
+    """A cut index adds its rows to a term of the whole."""
+    whole, at, part = _rows(call, cut=call.rank("index") == 1 and call.rank("source") == call.rank("self") > 0)
+    return f"+{whole}, {at}, {_source(call, part)} -> {whole}; linear 0 2"
+
+
+def _source(call: Call, part: str) -> str:
+    """The source may be a scalar where the index is one."""
+    return part if call.rank("source") == call.rank("self") else term(["1"] * call.rank("source"))
+
+
+def masked_index(call: Call) -> str:
+    """Dimensions before the first index may be cut."""
     names = letters(call.rank("self"))
-    if not names:
-        return "., ., . -> .; linear 0 2"
-    (dim,) = call.dims("dim")
-    sizes = zip(call.shape("self"), call.shape("index"), call.shape("src"), strict=True)
-    same_size = [len({a, b, c}) == 1 for a, b, c in sizes]
-    kept = [n if same_size[d] else f"{n}!" for d, n in enumerate(names)]
-    source = term([f"{n}@" if d == dim else kept[d] for d, n in enumerate(names)])
-    index = term(["1" if d == dim or not same_size[d] else n for d, n in enumerate(names)])
-    return f"{source}, {index}, {index} -> {source}; linear 0 2"
+    given = [d for d, i in enumerate(call["indices"]) if i is not None]
+    first = min(given, default=len(names))
+    result = names[:first] + ["1"] * (call.result.dim() - first)
+    source = names[:first] + [f"{n}!" for n in names[first:]]
+    return (
+        f"{term(source)}, ...!, [...!] -> {term(result)}; linear 0"
+        if call["fill"] == 0
+        else f"{term(source)}, ...!, [...!] -> {term(result)}"
+    )
+
+
+def searchsorted(call: Call) -> str:
+    if call.rank("sorted_sequence") == 1:
+        return "s!, ..., s! -> ..."
+    return "... s!, ... v, ... s! -> ... v"
+
+
+def isin(call: Call) -> str:
+    tested = term([f"t{i}" for i in range(call.rank("test_elements"))])
+    kind = "all" if call["invert"] else "any"
+    elements = "..., " if "elements" in call.args else ""
+    reduced = f"; {kind} {tested}" if call.rank("test_elements") else ""
+    return f"{elements}{tested} -> {'...' if elements else '.'}{reduced}"
 
 
 RULES: dict[str, Entry] = {
@@ -85,6 +168,25 @@ RULES: dict[str, Entry] = {
     "gather": gather,
     "index.Tensor": index,
     "scatter_add": scatter_add,
+    "scatter.src": scatter,
+    "scatter.value": scatter_value,
+    "scatter.value_reduce": scatter_value,
+    **same(scatter_reduce, "scatter_reduce.two scatter.reduce"),
     "index_select": index_select,
+    "index_fill": index_fill,
+    "index_copy": index_copy,
+    "index_reduce": index_reduce,
+    "index_add": index_add,
+    "isin": isin,
+    "bucketize.Tensor": "..., b! -> ...",
+    "bucketize.Scalar": "b! -> .",
+    "searchsorted.Tensor": searchsorted,
+    "searchsorted.Scalar": "s!, s! -> .",
+    "_unsafe_masked_index": masked_index,
+    # Which element goes where depends on all of them.
+    "_unsafe_masked_index_put_accumulate": "...!, ...!, [...!], ...! -> ...!; linear 0 3",
     **same("...!, [...!], ...! -> ...!", "index_put _unsafe_index_put"),
+    **same("...!, ...!, ...! -> ...!", "put masked_scatter"),
+    "masked_scatter_backward": "...!, ...! -> ...!; linear 0",
+    "nonzero_static": "...! -> ...!",
 }

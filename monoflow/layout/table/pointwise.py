@@ -39,12 +39,13 @@ RULES: dict[str, Entry] = {
     **same("... -> ...; linear 0", "mul.Scalar div.Scalar"),
     "mul.Tensor": "..., ... -> ...; linear 0 | 1",
     "div.Tensor": "..., ... -> ...; linear 0",
-    **same(_both_tensors("0 1"), "add.Tensor sub.Tensor lerp.Scalar"),
+    **same(_both_tensors("0 1"), "complex add.Tensor sub.Tensor lerp.Scalar"),
     **same("..., ..., ... -> ...; linear 1 2", "where.self"),
     "masked_fill.Scalar": "..., ... -> ...",
     **same(
         _backward,
-        "gelu_backward silu_backward threshold_backward tanh_backward sigmoid_backward softplus_backward elu_backward leaky_relu_backward "
-        "hardtanh_backward hardswish_backward hardsigmoid_backward mish_backward log_sigmoid_backward native_dropout_backward",
+        "gelu_backward silu_backward hardshrink_backward softshrink_backward threshold_backward tanh_backward sigmoid_backward "
+        "softplus_backward elu_backward leaky_relu_backward hardtanh_backward hardswish_backward hardsigmoid_backward "
+        "mish_backward log_sigmoid_backward native_dropout_backward",
     ),
 }

@@ -47,7 +47,18 @@ def softmax_backward(call: Call) -> str:
     return f"{own}, {own} -> {own}; linear 0"
 
 
+def histogram(call: Call) -> str:
+    """Counts of pieces add up where the bins do not depend on the values."""
+    fixed = call["min"] < call["max"]
+    return f"...{'' if fixed else '!'} -> b!"
+
+
 RULES: dict[str, Entry] = {
+    "histc": histogram,
+    "histogram.bins_tensor": "...!, ...!, ...! -> ...!, ...!",
+    "histogram.bin_ct": "...!, ...! -> ...!, ...!",
+    "_histogramdd_bin_edges": "...!, ...! -> [...!]",
+    "_histogramdd_from_bin_cts": "...!, ...! -> ...!",
     **same(summed, "sum"),
     **same(averaged, "mean"),
     **same(lambda call: reduced(call, "+", "max"), "amax max.default"),
@@ -57,7 +68,8 @@ RULES: dict[str, Entry] = {
     **same(lambda call: reduced(call, "", "prod"), "prod"),
     **same(
         lambda call: reduced(call, "!"),
-        "argmax argmin var std var.correction std.correction linalg_vector_norm norm logsumexp std_mean var_mean nansum",
+        "argmax argmin var std var.correction std.correction linalg_vector_norm norm logsumexp std_mean var_mean nansum "
+        "hash_tensor median.default nanmedian.default",
     ),
     **same(
         lambda call: reduced(call, "!", results=2),

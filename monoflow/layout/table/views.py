@@ -118,7 +118,7 @@ def expand(call: Call) -> str:
     return f"{term(own)} -> {term(names)}; linear 0"
 
 
-def along_dim(call: Call, changed: list[int], result_dims: int | None = None) -> str:
+def along_dim(call: Call, changed: list[int]) -> str:
     """Dimensions that stay are cut together; the changed ones stay whole."""
     names = letters(call.rank("self"))
     left = [f"{n}!" if d in changed else n for d, n in enumerate(names)]
@@ -203,12 +203,63 @@ def flip(call: Call) -> str:
     return along_dim(call, call.dims("dims"))
 
 
+def diagonal(call: Call) -> str:
+    left, rest = _without(call, call.rank("self"))
+    return f"{term(left)} -> {term([*rest, '1'])}; linear 0"
+
+
+def diagonal_backward(call: Call) -> str:
+    left, rest = _without(call, call.result.dim())
+    return f"{term([*rest, '1'])} -> {term(left)}; linear 0"
+
+
+def diagonal_scatter(call: Call) -> str:
+    left, rest = _without(call, call.rank("self"))
+    return f"{term(left)}, {term([*rest, '1'])} -> {term(left)}; linear 0 1"
+
+
+def _without(call: Call, rank: int) -> tuple[list[str], list[str]]:
+    """Factors of a tensor whose dim1 and dim2 stay whole, and the others of them."""
+    dims = normal_dims([call["dim1"], call["dim2"]], rank)
+    names = letters(rank)
+    return [f"{n}!" if d in dims else n for d, n in enumerate(names)], [n for d, n in enumerate(names) if d not in dims]
+
+
+def unfold(call: Call) -> str:
+    names = letters(call.rank("self"))
+    dims = normal_dims(call["dimension"], len(names))
+    left = [f"{n}!" if d in dims else n for d, n in enumerate(names)]
+    right = ["1" if d in dims else n for d, n in enumerate(names)]
+    return f"{term(left)} -> {term([*right, '1'] if names else ['1'])}; linear 0"
+
+
+def unfold_backward(call: Call) -> str:
+    names = letters(call.result.dim())
+    dims = normal_dims(call["dim"], len(names))
+    left = ["1" if d in dims else n for d, n in enumerate(names)]
+    right = [f"{n}!" if d in dims else n for d, n in enumerate(names)]
+    return f"{term([*left, '1'] if names else ['1'])} -> {term(right)}; linear 0"
+
+
+def as_real(call: Call) -> str:
+    names = letters(call.rank("self"))
+    return f"{term(names)} -> {term([*names, '1'])}; linear 0"
+
+
+def as_complex(call: Call) -> str:
+    names = letters(call.result.dim())
+    return f"{term([*names, '1'])} -> {term(names)}; linear 0"
+
+
 RULES: dict[str, Entry] = {
     **same(
         view,
         "view.default _unsafe_view reshape _reshape_alias unsqueeze squeeze flatten view_copy _reshape_copy unsqueeze_copy squeeze_copy",
     ),
-    **same("... -> ...; linear 0", "detach alias lift_fresh lift contiguous view_of lift_fresh_copy clone alias_copy detach_copy"),
+    **same(
+        "... -> ...; linear 0",
+        "detach alias lift_fresh lift contiguous view_of lift_fresh_copy clone alias_copy detach_copy _conj _conj_physical _neg_view",
+    ),
     "transpose.int": transpose,
     **same(transposed, "t numpy_T mT"),
     "permute": permute,
@@ -224,4 +275,15 @@ RULES: dict[str, Entry] = {
     "select_backward": lambda call: _backward(call, True),
     **same(scattered, "slice_scatter select_scatter"),
     "flip": flip,
+    "roll": flip,
+    **same(diagonal, "diagonal diagonal_copy"),
+    "diagonal_backward": diagonal_backward,
+    "diagonal_scatter": diagonal_scatter,
+    **same(unfold, "unfold unfold_copy"),
+    "unfold_backward": unfold_backward,
+    **same(as_real, "view_as_real view_as_real_copy"),
+    **same(as_complex, "view_as_complex view_as_complex_copy"),
+    # What these look at is memory, which pieces do not have alike.
+    **same("...! -> ...!; linear 0", "as_strided as_strided_copy"),
+    "as_strided_scatter": "...!, ...! -> ...!; linear 0 1",
 }
