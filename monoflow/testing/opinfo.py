@@ -40,7 +40,7 @@ from monoflow.tree import flatten
 UNDEFINED = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
 """Entries whose values are whatever the memory holds; they are run, not compared."""
 
-SECONDS = 60
+SECONDS = 300
 """After which an entry counts as wrong."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from monoflow.layout.call import Call, letters, normal_dims, term
-from monoflow.layout.table.entry import Entry, same
+from monoflow.layout.table.entry import Entry, same, whole
 
 
 def _added(dims: str, product: str, linear: str = "0 1 | 0 2") -> Entry:
@@ -27,7 +27,7 @@ def solve(call: Call) -> str:
 def fourier(call: Call) -> str:
     names = letters(call.rank("self"))
     dims = normal_dims(call["dim"], len(names))
-    left = [f"{n}!" if d in dims else n for d, n in enumerate(names)]
+    left = [f"{n}!" if d in dims else f"{n}+" for d, n in enumerate(names)]
     right = ["1" if d in dims else n for d, n in enumerate(names)]
     return f"{term(left)} -> {term(right)}; linear 0"
 
@@ -68,5 +68,6 @@ RULES: dict[str, Entry] = {
     "linalg_householder_product": "... m! n!, ... t! -> ... m! n!",
     "linalg_pinv.atol_rtol_tensor": "... m! n!, ..., ... -> ... n! m!",
     **same(fourier, "_fft_c2c _fft_r2c _fft_c2r"),
+    **same(whole, "_scaled_mm _scaled_mm_v2"),
     "_trilinear": "...!, ...!, ...! -> ...!; linear 0 | 1 | 2",
 }

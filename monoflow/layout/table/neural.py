@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from monoflow.layout.call import Call, letters, term
-from monoflow.layout.table.entry import Entry, same
+from monoflow.layout.table.entry import Entry, same, whole
 
 
 def layer_norm(call: Call) -> str:
@@ -97,7 +97,7 @@ def nll_loss_backward(call: Call) -> str:
 def batch_norm(call: Call) -> str:
     """Of the statistics that come back, those of training are one number for each channel, others may be empty."""
     training = call.args.get("training", call.target._schema.name != "aten::_native_batch_norm_legit_no_training")
-    x = _images(call, "input", training)
+    x = _images(call, "input", training or len(call.results) > 3)  # statistics handed through would be counted once a piece
     stats = ["c" if r.dim() == 1 and r.shape[0] == call.shape("input")[1] else "1" for r in call.results[1:]]
     statistics = ", c, c" if "running_mean" in call.args else ""
     return f"{x}, c, c{statistics} -> {', '.join([x, *stats])}"
@@ -153,6 +153,8 @@ def margin_loss_backward(call: Call) -> str:
 
 def _rows(call: Call) -> tuple[str, str, bool, str]:
     """Terms of scores by row and class, of a class for each row; whether there are rows; the term of the loss."""
+    if not call.rank("self"):
+        return ".", term(["1"] * call.rank("target")), False, "."
     rows = call.rank("self") == 2
     n = ("n!" if call["reduction"] == 1 else "n") if rows else ""
     loss = "n" if call["reduction"] == 0 else "."
@@ -237,6 +239,8 @@ RULES: dict[str, Entry] = {
     **same(embedding_bag, "_embedding_bag _embedding_bag_forward_only"),
     **same(embedding_bag_backward, "_embedding_bag_backward _embedding_bag_dense_backward"),
     "_embedding_bag_per_sample_weights_backward": "b! d, v! d, i!, o!, i! -> i!; linear 0 | 1",
+    # The chunks in which it works are those of the whole batch.
+    **same(whole, "torch_nn::_linear_cross_entropy_batch_chunked torch_nn::_linear_cross_entropy_batch_chunked_no_reduction"),
     "segment_reduce": "...!, ...!, ...!, ...! -> ...!",
     "_segment_reduce_backward": "...!, ...!, ...!, ...!, ...! -> ...!; linear 0",
     "rrelu_with_noise_functional": "...!, ...! -> ...!, ...!",

@@ -41,7 +41,7 @@ RULES: dict[str, Entry] = {
     "div.Tensor": "..., ... -> ...; linear 0",
     **same(_both_tensors("0 1"), "complex add.Tensor sub.Tensor lerp.Scalar"),
     **same("..., ..., ... -> ...; linear 1 2", "where.self"),
-    "masked_fill.Scalar": "..., ... -> ...",
+    **same("..., ... -> ...", "masked_fill.Scalar polar"),
     **same(
         _backward,
         "gelu_backward silu_backward hardshrink_backward softshrink_backward threshold_backward tanh_backward sigmoid_backward "
