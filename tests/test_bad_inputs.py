@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import monoflow as mf
-from tests.parallel_models import OPTIMIZERS, batch, build, training_step
+from benchmarks.small_models import batch
+from tests.parallel_models import OPTIMIZERS, build, training_step
 from tests.processes import ProcessesFailed, run_on
 
 

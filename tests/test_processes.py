@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import monoflow as mf
+from benchmarks.small_models import TENSOR_PARALLEL, batch
 from monoflow.placement import Placement
-from tests.parallel_models import OPTIMIZERS, TENSOR_PARALLEL, batch, build, largest_difference, reference, training_step
+from tests.parallel_models import OPTIMIZERS, build, largest_difference, reference, training_step
 from tests.processes import run_on
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import monoflow as mf
+from benchmarks.small_models import TENSOR_PARALLEL, batch
 from monoflow.placement import Placement
 from monoflow.world import simulate
-from tests.parallel_models import OPTIMIZERS, TENSOR_PARALLEL, batch, build, largest_difference, reference, training_step
+from tests.parallel_models import OPTIMIZERS, build, largest_difference, reference, training_step
 
 
 def train(name: str, mesh: Any, layout: Any, optimizer: str, size: int = 12, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
@@ -59,7 +60,7 @@ def test_data_and_tensor_parallel(name: str, optimizer: str) -> None:
 
 
 def plan_of(layers: int, mesh: Any, layout: Any) -> mf.Plan:
-    from tests.parallel_models import GPT
+    from benchmarks.small_models import GPT
 
     model = GPT(layers)
     made = OPTIMIZERS["sgd"](model.parameters())
@@ -93,7 +94,7 @@ def test_data_parallel_sends_twice_the_parameters(ranks: int) -> None:
 
 
 def test_split_vocabulary_never_holds_the_whole_logits() -> None:
-    from tests.parallel_models import GPT
+    from benchmarks.small_models import GPT
 
     model = GPT(1, width=24, vocabulary=96)
     made = OPTIMIZERS["sgd"](model.parameters())

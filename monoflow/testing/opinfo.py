@@ -8,7 +8,7 @@ Each entry of `op_db` is run on meshes of 2 and 3 simulated ranks, over the layo
     wrong          some result differs, or something failed
     not captured   no sample can be part of a static graph (a result's shape depends on values, sparse results, ...): the reason is printed
 
-    python -m monoflow.testing.opinfo [--only NAME ...] [--samples 6] [--layouts 12] [--processes 2] [--json FILE]
+    python -m monoflow.testing.opinfo [--only NAME ...] [--samples 3] [--layouts 8] [--processes 2] [--json FILE]
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ def main() -> int:
     """The command. 1 where an entry is wrong."""
     parser = argparse.ArgumentParser(prog="python -m monoflow.testing.opinfo", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[], help="names of entries")
-    parser.add_argument("--samples", type=int, default=6, help="samples of each entry")
-    parser.add_argument("--layouts", type=int, default=12, help="choices of layouts for each sample and mesh")
+    parser.add_argument("--samples", type=int, default=3, help="samples of each entry")
+    parser.add_argument("--layouts", type=int, default=8, help="choices of layouts for each sample and mesh")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--json", help="where to write the results, one JSON object a line")
     options = parser.parse_args()
