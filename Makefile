@@ -1,5 +1,5 @@
 # Needs python3 (>= 3.11) with venv, make, and a C++ compiler. Everything else goes into .venv.
-#   make demo    train a small GPT on text that every machine has: about two minutes
+#   make demo    train a small GPT on two processes, on text that every machine has: about three minutes
 #   make test    lint, types, tests
 #   make lint    lint and types only
 #   make format  let ruff format the sources
@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 DEMO   ?=            # options of the demo: make demo DEMO="--resume"
+RANKS  ?= 2#          processes of the demo
 PYTEST ?=            # options of pytest:   make test PYTEST="-k capture -x"
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -16,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: demo test lint format clean
 
 demo: $(VENV)/demo.stamp
-	$(BIN)/python examples/train_gpt.py $(DEMO)
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_gpt.py $(DEMO)
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST)

@@ -1,7 +1,8 @@
 """Train a small byte-level GPT on one machine, the whole training step compiled as one graph.
 
-    make demo                                               # installs what is needed, then trains with the defaults
-    python examples/train_gpt.py                            # the same in your own environment; writes demo_output/
+    make demo                                               # installs what is needed, then trains on two processes
+    torchrun --nproc-per-node 2 examples/train_gpt.py       # the same in your own environment; writes demo_output/
+    python examples/train_gpt.py                            # on one process: the same losses
     python examples/train_gpt.py --data ~/notes             # any folder of text
     python examples/train_gpt.py --stop-after 400           # stop early ...
     python examples/train_gpt.py --resume                   # ... and go on to the very losses of an uninterrupted run
@@ -141,7 +142,13 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    console = Console(highlight=False)
+    ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))  # as torchrun says
+    if args.eager and ranks > 1:
+        raise SystemExit("--eager runs on one process: start it with python")
+    if args.batch % ranks:
+        raise SystemExit(f"--batch {args.batch} does not divide over {ranks} processes")
+    placement = mf.placement.all("cpu") if ranks > 1 else None
+    console = Console(highlight=False, quiet=rank > 0)
     args.out.mkdir(parents=True, exist_ok=True)
     checkpoint_path, picture_path = args.out / "checkpoint.pt", args.out / "loss.png"
 
@@ -173,7 +180,12 @@ def main() -> None:
 
     # The two steps, each one graph. With --eager the decorator does nothing.
     def graph(*state: Any) -> Callable[[Step], Step]:
-        return (lambda step: step) if args.eager else mf.graph(*state, backend=args.backend)
+        return (lambda step: step) if args.eager else mf.graph(*state, placement=placement, backend=args.backend)
+
+    def own(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """This process's part of a batch. All of them draw the same one."""
+        x, y = (t.chunk(ranks)[rank] for t in batch)
+        return x, y
 
     @graph(model, opt)
     def train(x: Tensor, y: Tensor) -> Tensor:
@@ -191,7 +203,7 @@ def main() -> None:
 
     def evaluate() -> float:
         model.eval()
-        loss = torch.stack([held_out_loss(x, y) for x, y in eval_batches]).mean().item()
+        loss = torch.stack([held_out_loss(*own(batch)) for batch in eval_batches]).mean().item()
         model.train()
         return loss
 
@@ -220,7 +232,8 @@ def main() -> None:
             "held_out": held_out,
             "settings": settings,
         }
-        save_checkpoint(checkpoint_path, checkpoint)
+        if rank == 0:
+            save_checkpoint(checkpoint_path, checkpoint)
 
     size = sum(p.numel() for p in model.parameters())
     source = f"folder {args.data}" if args.data else f"Python {sys.version_info.major}.{sys.version_info.minor} standard library"
@@ -231,7 +244,7 @@ def main() -> None:
     console.print(
         f"run     {args.steps} steps of {args.batch * args.context} bytes, {args.threads} thread{'s' * (args.threads != 1)}, ", end=""
     )
-    console.print("plain PyTorch" if args.eager else f"monoflow graph, backend {args.backend}")
+    console.print("plain PyTorch" if args.eager else f"monoflow graph, backend {args.backend}, {ranks} process{'es' * (ranks > 1)}")
 
     start, stop = len(losses), max(len(losses), min(args.steps, args.stop_after or args.steps))
     progress = Progress(
@@ -252,7 +265,7 @@ def main() -> None:
         for step in range(start + 1, stop + 1):
             lr = scheduler.get_last_lr()[0]
             tick = time.perf_counter()
-            x, y = draw_batch(training_text, args.batch, args.context, batch_rng)
+            x, y = own(draw_batch(training_text, args.batch, args.context, batch_rng))
             losses.append(train(x, y).item())
             scheduler.step()
             seconds = time.perf_counter() - tick
@@ -278,6 +291,8 @@ def main() -> None:
     finally:
         progress.stop()
 
+    if placement is not None and stop > start:
+        console.print(train.plan(x, y))  # type: ignore[attr-defined]
     if stop > start:
         console.print(f"\n{stop - start} steps in {time.perf_counter() - began:.0f} s, the first in {first_step:.1f} s")
     else:
@@ -285,6 +300,8 @@ def main() -> None:
     console.print(f"checkpoint {checkpoint_path}", markup=False, soft_wrap=True)
     if stop < args.steps:
         console.print("stopped early: --resume goes on")
+        return
+    if rank:
         return
     plot_losses(picture_path, f"Byte-level GPT, {size / 1e6:.2f}M parameters, on the {source}", losses, held_out, unigram)
     console.print(f"loss curve {picture_path}", markup=False, soft_wrap=True)

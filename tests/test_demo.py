@@ -16,9 +16,10 @@ pytest.importorskip("matplotlib", reason="the demo draws its loss curve")
 SCRIPT = Path(__file__).parent.parent / "examples" / "train_gpt.py"
 
 
-def train(text: Path, out: Path, *options: str) -> tuple[str, dict[str, Any]]:
+def train(text: Path, out: Path, *options: str, ranks: int = 1) -> tuple[str, dict[str, Any]]:
     sizes = "--layers 1 --width 16 --heads 2 --context 16 --batch 4 --steps 12 --warmup 3 --save-every 4 --eval-every 6 --dropout 0.1"
-    command = [sys.executable, str(SCRIPT), "--data", str(text), "--out", str(out), "--backend", "aten", *sizes.split(), *options]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else [sys.executable]
+    command = [*start, str(SCRIPT), "--data", str(text), "--out", str(out), "--backend", "aten", *sizes.split(), *options]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)}
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert run.returncode == 0, run.stderr
@@ -47,3 +48,11 @@ def test_the_same_losses_without_the_decorator(text: Path, tmp_path: Path) -> No
     _, graph = train(text, tmp_path / "graph")
     _, eager = train(text, tmp_path / "eager", "--eager")
     assert graph["losses"] == eager["losses"]
+
+
+def test_the_same_losses_on_two_processes(text: Path, tmp_path: Path) -> None:
+    _, one = train(text, tmp_path / "one")
+    printed, two = train(text, tmp_path / "two", ranks=2)
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
+    assert [v for _, v in two["held_out"]] == pytest.approx([v for _, v in one["held_out"]], rel=1e-5)
+    assert "all-reduce" in printed and (tmp_path / "two" / "loss.png").exists()

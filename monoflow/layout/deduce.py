@@ -188,7 +188,7 @@ class _Deduction:
         for i, parts in enumerate(self.mesh_shape):
             best, least = group.options[0], math.inf
             for option in group.options:
-                if option.kind == "cut" and not _fits(option, parts, self._parts_before(option, chosen)):
+                if not option.fits(parts * self._parts_before(option, chosen)):
                     continue
                 cost = self._cost(option, i, nodes, values)
                 if cost < least:
@@ -254,13 +254,6 @@ class _Deduction:
     def _convert(self, node: fx.Node, wanted: Layout) -> None:
         if wanted not in self.versions[node]:
             self.versions[node].append(wanted)
-
-
-def _fits(option: Option, parts: int, before: int) -> bool:
-    total = parts * before
-    if option.size <= 1 or (option.even and option.size % total):
-        return False
-    return not option.filled or (total - 1) * -(-option.size // total) < option.size
 
 
 def _has_rule(target: OpOverload) -> bool:

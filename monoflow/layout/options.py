@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from monoflow.errors import RuleError
-from monoflow.layout.call import Call
+from monoflow.layout.call import Call, tensor_arguments
 from monoflow.layout.notation import ELLIPSIS, Rule, Term, parse
 from monoflow.sbp import Partial, Sbp, Split, broadcast, partial_sum
 
@@ -34,6 +34,14 @@ class Option:
     even: bool = False
     filled: bool = False
     offset: bool = False
+
+    def fits(self, parts: int) -> bool:
+        """True where a cut in `parts` pieces is as the option demands; always for what cuts nothing."""
+        if self.kind != "cut":
+            return True
+        if self.size <= 1 or (self.even and self.size % parts):
+            return False
+        return not self.filled or (parts - 1) * -(-self.size // parts) < self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,11 @@ def _whole(inputs: int, outputs: int) -> Option:
 def groups_of(call: Call, line: str) -> tuple[Group, ...]:
     """The groups of a call under a rule. Raises RuleError where the line does not fit the call."""
     rule = parse(line)
+    tensors = tensor_arguments(call.target)
+    if len(rule.inputs) != len(tensors):
+        raise RuleError(
+            f"the rule {line!r} has {len(rule.inputs)} argument term(s), {call.target} has {len(tensors)}: {', '.join(tensors)}"
+        )
     inputs = list(_bind_inputs(rule, call))
     outputs = list(_bind_outputs(rule, call))
     in_lists = {number for term, _, number, _ in inputs if term.is_list}
@@ -91,8 +104,6 @@ _Dims = list[list[tuple[str, ...]]]
 def _bind_inputs(rule: Rule, call: Call) -> Iterator[_Flat]:
     place = 0
     for number, is_list, tensors in call.terms:
-        if number >= len(rule.inputs):
-            raise RuleError(f"the rule {rule.text!r} has {len(rule.inputs)} argument terms, {call.target} has more tensors")
         term = rule.inputs[number]
         if is_list and not term.is_list:
             raise RuleError(f"argument {number} of {call.target} is a list: its term in {rule.text!r} must be in brackets")

@@ -1,0 +1,181 @@
+"""Checks layout rules by execution: every way that the rule of an op allows, on pieces, against the op on whole tensors.
+
+Where execution.py checks what deduction chooses for a function, this takes each op that the function runs by itself, with every option
+of its rule: also those that deduction has no reason to choose.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from monoflow._torch import OpOverload
+from monoflow.capture.graph import written_nodes
+from monoflow.cutting import assemble, coordinates, cut
+from monoflow.layout.call import Call, bind_arguments
+from monoflow.layout.functionalize import functionalize
+from monoflow.layout.options import Group, Option, flat_tensors, groups_of
+from monoflow.layout.table import rule_line
+from monoflow.layout.values import is_item, map_layouts, tensor_inputs, whole_layout
+from monoflow.lower.lower import lower, positional_and_keywords
+from monoflow.run.simulated import run_lockstep
+from monoflow.sbp import Layout, Partial
+from monoflow.testing.execution import Case, difference
+
+MESHES: tuple[int, ...] = (2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """An option of a rule under which an op on pieces is not the op on the whole."""
+
+    op: str
+    rule: str
+    option: Option
+    ranks: int
+    error: str
+
+    def __str__(self) -> str:
+        ways = f"{', '.join(map(str, self.option.inputs))} -> {', '.join(map(str, self.option.outputs))}"
+        return f"{self.op} under {self.rule!r}, {ways} on {self.ranks} ranks: {self.error}"
+
+
+def faults(case: Case, only: Iterable[str] = (), seen: set[Any] | None = None) -> Iterator[Fault]:
+    """What is wrong with the rules of the ops of a case (of those named `only`, if any). `seen` keeps calls from being checked twice."""
+    seen = set() if seen is None else seen
+    chosen = frozenset(only)
+    for node, values in calls_of(case):
+        target: Any = node.target
+        if chosen and str(target) not in chosen:
+            continue
+        key = (str(target), str([(v.shape, v.dtype, v.stride()) for v in flat_tensors(values)]), str(node.args), str(node.kwargs))
+        if key in seen:
+            continue
+        seen.add(key)
+        line = rule_line(Call.of(node))
+        if line is not None and torch.Tag.nondeterministic_seeded not in target.tags and "empty" not in str(target):
+            yield from check_call(node, values, line)
+
+
+def calls_of(case: Case) -> Iterator[tuple[fx.Node, list[Any]]]:
+    """The ops of a case that have rules, without writes, each with the values of its tensor arguments."""
+    graph = functionalize(case.captured).graph.graph
+    held: dict[fx.Node, Any] = {}
+    sources = iter(case.captured.inputs)
+    torch.manual_seed(case.seed)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            source = next(sources)
+            held[node] = source.value if source.kind == "constant" else case.arguments[source.index].detach().clone()
+        elif node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), held.__getitem__)
+            held[node] = node.target(*args, **kwargs)
+            if isinstance(node.target, OpOverload) and not written_nodes(node) and not is_item(node) and _has_tensor(node):
+                yield node, [held[n] for n in tensor_inputs(node)]
+
+
+def _has_tensor(node: fx.Node) -> bool:
+    return any(True for _ in flat_tensors(node.meta.get("val")))
+
+
+def check_call(node: fx.Node, values: list[torch.Tensor], line: str) -> Iterator[Fault]:
+    """What is wrong with a rule for a call: every option of it, on 2 and on 3 ranks. Raises RuleError where the line does not fit."""
+    groups = groups_of(Call.of(node), line)
+    expected = list(flat_tensors(_on_whole(node, values)))
+    for group in groups[:2]:  # of a list, the first index stands for all
+        for option in group.options:
+            for ranks in MESHES:
+                if option.kind != "whole" and option.fits(ranks):
+                    error = _try(node, values, expected, group, option, ranks)
+                    if error:
+                        yield Fault(str(node.target), line, option, ranks, error)
+
+
+def _on_whole(node: fx.Node, values: list[torch.Tensor]) -> Any:
+    waiting = iter(values)
+    target: Any = node.target
+    bound = {n: _filled(v, waiting) for n, v in bind_arguments(target, node.args, node.kwargs).items()}
+    positional, keywords = positional_and_keywords(target, bound)
+    return target(*positional, **keywords)
+
+
+def _filled(value: Any, waiting: Iterator[Any]) -> Any:
+    """An argument with every node that stands for a tensor replaced by the next one waiting."""
+    if isinstance(value, fx.Node):
+        return next(waiting) if isinstance(value.meta.get("val"), torch.Tensor) else value.meta["val"]
+    if isinstance(value, list | tuple):
+        return type(value)(_filled(v, waiting) for v in value)
+    return value
+
+
+def _try(node: fx.Node, values: list[torch.Tensor], expected: list[torch.Tensor], group: Group, option: Option, ranks: int) -> str:
+    """What is wrong with one option, empty where nothing is."""
+    inputs: list[Layout] = [whole_layout(1)] * len(values)
+    outputs: list[Layout] = [whole_layout(1)] * len(expected)
+    for at, place in enumerate(group.inputs):
+        inputs[place] = (option.inputs[at],)
+    for at, place in enumerate(group.outputs):
+        outputs[place] = (option.outputs[at],)
+    try:
+        graph = _one_op(node, inputs, outputs, option)
+        pieces = zip(*(_pieces(v, found, ranks) for v, found in zip(values, inputs, strict=True)), strict=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graphs = [lower(graph, (ranks,), at) for at in coordinates((ranks,))]
+            results = run_lockstep(graphs, [list(p) for p in pieces] if values else [[] for _ in range(ranks)], (ranks,))
+        for index, (wanted, found) in enumerate(zip(expected, outputs, strict=True)):
+            error = difference(assemble([r[index] for r in results], found, (ranks,)), wanted)
+            if error:
+                return f"result {index}: {error}"
+    except Exception as exc:
+        return f"{type(exc).__name__}: {exc}"
+    return ""
+
+
+def _one_op(node: fx.Node, inputs: Sequence[Layout], outputs: Sequence[Layout], option: Option) -> fx.Graph:
+    """A laid-out graph of the op alone."""
+    graph = fx.Graph()
+    placeholders = []
+    for source, found in zip(tensor_inputs(node), inputs, strict=True):
+        made = graph.placeholder(source.name)
+        made.meta.update(val=source.meta["val"], layout=found)
+        placeholders.append(made)
+    waiting = iter(placeholders)
+    target: Any = node.target
+    bound = {n: _filled(v, waiting) for n, v in bind_arguments(target, node.args, node.kwargs).items()}
+    positional, keywords = positional_and_keywords(target, bound)
+    call = graph.call_function(target, tuple(positional), keywords)
+    value = node.meta["val"]
+    offsets = ((option.factor, option.size),) if option.offset else ()
+    call.meta.update(val=value, needs=tuple(inputs), layout=map_layouts(value, iter(outputs)), offsets=offsets)
+    results = list(_results(graph, call, value, call.meta["layout"]))
+    graph.output(tuple(results)).meta["needs"] = tuple(outputs)
+    return graph
+
+
+def _results(graph: fx.Graph, node: fx.Node, value: Any, layout: Any) -> Iterator[fx.Node]:
+    """Nodes for the tensors of a node's value, flat."""
+    if isinstance(value, torch.Tensor):
+        yield node
+    elif isinstance(value, list | tuple):
+        for index, (item, found) in enumerate(zip(value, layout, strict=True)):
+            if isinstance(item, torch.Tensor | list | tuple):
+                made = graph.call_function(operator.getitem, (node, index))
+                made.meta.update(val=item, layout=found, needs=())
+                yield from _results(graph, made, item, found)
+
+
+def _pieces(value: torch.Tensor, found: Layout, ranks: int) -> list[torch.Tensor]:
+    """Pieces of a value; terms of a sum are drawn, so that what is not linear cannot hide behind zeros."""
+    if found != (Partial(),) or value.dtype == torch.bool:
+        return [cut(value, found, (ranks,), at) for at in coordinates((ranks,))]
+    generator = torch.Generator().manual_seed(0)
+    scale = max(float(value.abs().max()) if value.numel() else 1.0, 1e-3)
+    drawn = [(torch.randn(value.shape, generator=generator) * scale).to(value.dtype) for _ in range(ranks - 1)]
+    return [*drawn, value - sum(drawn, torch.zeros_like(value))]
