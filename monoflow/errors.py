@@ -75,9 +75,9 @@ class LayoutError(MonoflowError):
 
 
 class RankError(MonoflowError):
-    """The ranks do not agree.
+    """The ranks do not agree on the step, its arguments, or the state they start from.
 
-    On the step, its arguments, or the state they start from. Raised on every rank; says what differs on which.
+    Raised on every rank; says what differs on which.
     """
 
 

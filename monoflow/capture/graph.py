@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from monoflow._torch import OpOverload, storage_id
+from monoflow._torch import FakeTensorMode, OpOverload, fake_mode_of, storage_id
 from monoflow.source import OpInfo
 from monoflow.state import Inventory
 
@@ -223,3 +223,29 @@ def describe_node(node: fx.Node) -> str:
     info = node.meta.get("op")
     where = f" ({info.user})" if isinstance(info, OpInfo) and info.user is not None else ""
     return f"{node.name} = {format_call(node)}{where}"
+
+
+def fake_mode_of_graph(graph: fx.Graph) -> FakeTensorMode:
+    """The mode of the fake tensors of a graph; a new one for a graph without any."""
+    values = (v for n in graph.nodes for v in _leaves(n.meta.get("val")))
+    return fake_mode_of(list(values)) or FakeTensorMode()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def last_uses(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> the values that nobody needs after it (itself, if it is a call whose result is not used)."""
+    frees: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(list(nodes)):
+        for value in dict.fromkeys([*node.all_input_nodes, node] if node.op == "call_function" else node.all_input_nodes):
+            if value not in seen:
+                seen.add(value)
+                frees.setdefault(node, []).append(value)
+    return frees

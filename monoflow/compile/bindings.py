@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload, TorchDispatchMode, nn_functions, variable_functions
+from monoflow.schema import bind_arguments
 
 _INFIX: dict[Any, str] = {
     operator.add: "({} + {})",
@@ -88,15 +89,7 @@ def _dispatches_alike(candidate: Callable[..., Any], node: fx.Node, target: OpOv
         return False
     if probe.seen is None or probe.seen[0] is not target:
         return False
-    return _same(_complete(target, args, kwargs), _complete(target, probe.seen[1], probe.seen[2]))
-
-
-def _complete(target: OpOverload, args: Any, kwargs: Any) -> list[Any]:
-    """All arguments in the schema's order, defaults filled in."""
-    complete = list(args)
-    for argument in target._schema.arguments[len(args) :]:
-        complete.append(kwargs.get(argument.name, argument.default_value))
-    return complete
+    return _same([*bind_arguments(target, args, kwargs).values()], [*bind_arguments(target, probe.seen[1], probe.seen[2]).values()])
 
 
 def _same(left: Any, right: Any) -> bool:

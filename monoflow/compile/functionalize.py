@@ -13,6 +13,7 @@ from torch import fx
 
 from monoflow._torch import OpOverload, storage_id
 from monoflow.capture.graph import only_looks, overlap, written_nodes
+from monoflow.schema import functional_twin
 
 _aten = torch.ops.aten
 
@@ -24,7 +25,7 @@ def functionalize(graph: fx.Graph, chosen: Callable[[fx.Node], bool]) -> None:
     aliases = Aliases(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and chosen(node) and aliases.is_private_write(node):
-            twin = _functional_twin(node.target)
+            twin = _twin_of(node)
             if twin is not None:
                 node.target = twin
 
@@ -104,13 +105,11 @@ def _follows(node: fx.Node, ancestor: fx.Node) -> bool:
     return True
 
 
-def _functional_twin(target: object) -> OpOverload | None:
-    """`aten.div_.Scalar` -> `aten.div.Scalar`."""
-    if not isinstance(target, OpOverload) or target.namespace != "aten":
+def _twin_of(node: fx.Node) -> OpOverload | None:
+    """The functional form of an op of PyTorch's own that neither draws nor changes a tensor's shape."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or not target._schema.name.endswith("_"):
         return None
     if torch.Tag.nondeterministic_seeded in target.tags or torch.Tag.inplace_view in target.tags:
         return None
-    name = target._schema.name.removeprefix("aten::")
-    packet = getattr(_aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    twin = getattr(packet, target._overloadname, None) if packet is not None else None
-    return twin if isinstance(twin, OpOverload) else None
+    return functional_twin(target)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from monoflow.capture.graph import last_uses
 from monoflow.compile.bindings import Bindings
 from monoflow.source import OpInfo
 
@@ -41,7 +42,7 @@ class _Writer:
         self.names: dict[int, str] = {}
 
     def program(self, graph: fx.Graph, name: str) -> str:
-        frees = _last_uses(graph)
+        frees = last_uses(graph.nodes)
         placeholders = graph.find_nodes(op="placeholder")
         lines = [f"def {name}(values):"]
         if placeholders:
@@ -93,15 +94,3 @@ def _comment(node: fx.Node) -> str:
     info = node.meta.get("op")
     user = info.user if isinstance(info, OpInfo) else None
     return "" if user is None else f"  # {user}"
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Node -> the values that nobody needs after it (itself, if its result is not used)."""
-    frees: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        for value in dict.fromkeys([*node.all_input_nodes, node] if node.op == "call_function" else node.all_input_nodes):
-            if value not in seen:
-                seen.add(value)
-                frees.setdefault(node, []).append(value)
-    return frees

@@ -19,6 +19,7 @@ from torch import fx
 
 from monoflow._torch import OpOverload
 from monoflow.capture.graph import memory_of, written_nodes
+from monoflow.schema import bind_arguments
 from monoflow.source import OpInfo
 
 MIN_BLOCK = 8
@@ -128,11 +129,7 @@ def _draws(node: fx.Node) -> bool:
     target: Any = node.target
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    position = next((i for i, a in enumerate(target._schema.arguments) if a.name == "dropout_p"), None)
-    if position is None:
-        return True
-    argument = target._schema.arguments[position]
-    return bool((node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)) != 0)
+    return bool(bind_arguments(target, node.args, node.kwargs).get("dropout_p", 1) != 0)
 
 
 class _Runs:

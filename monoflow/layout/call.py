@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload
+from monoflow.schema import bind_arguments, tensor_arguments
 
 
 class Call:
@@ -64,25 +65,6 @@ class Call:
         if len(self.target._schema.returns) == 1:
             return [self.result]
         return list(self.result) if isinstance(self.result, list | tuple) else [self.result]
-
-
-def op_name(target: OpOverload) -> str:
-    """`mm` for every overload of aten.mm, `library::op` for an op of another library."""
-    return str(target._schema.name).removeprefix("aten::")
-
-
-@functools.lru_cache(maxsize=4096)
-def tensor_arguments(target: OpOverload) -> tuple[str, ...]:
-    """Names of the arguments that are tensors or lists of tensors, in the schema's order."""
-    return tuple(a.name for a in target._schema.arguments if "Tensor" in str(a.type))
-
-
-def bind_arguments(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Schema name -> value, defaults filled in."""
-    bound = {}
-    for place, argument in enumerate(target._schema.arguments):
-        bound[argument.name] = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
-    return bound
 
 
 def normal_dims(given: Any, rank: int) -> list[int]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import math
 from dataclasses import dataclass
 
 from monoflow.layout.moves import Move, possible_moves
-from monoflow.sbp import Broadcast, Layout, Partial, Split
+from monoflow.sbp import Broadcast, Layout, Partial, Split, piece_of
 
 FREE = 1e-8
 """Seconds for a move without communication: above zero, so that staying is cheaper."""
@@ -83,6 +84,7 @@ def _cheapest(
 ) -> tuple[float, tuple[Move, ...]]:
     """Dijkstra's shortest way over layouts. One always exists: every dimension to B, inner ones first, then on, outer ones first."""
     splits = tuple(dict.fromkeys(s for s in (*src, *dst) if isinstance(s, Split)))
+    first = (0,) * len(mesh_shape)  # its pieces are the longest
     ticket = itertools.count()
     queue: list[tuple[float, int, Layout, tuple[Move, ...]]] = [(0.0, next(ticket), src, ())]
     done: set[Layout] = set()
@@ -93,21 +95,9 @@ def _cheapest(
         if layout in done:
             continue
         done.add(layout)
-        held = _largest_piece(shape, layout, mesh_shape) * itemsize
+        held = math.prod(piece_of(shape, layout, mesh_shape, first)[1]) * itemsize
         for move in possible_moves(layout, dst, splits):
             after = move.apply(layout)
             if after not in done:
                 step = move_cost(move, mesh_shape[move.mesh_dim], held, costs)
                 heapq.heappush(queue, (cost + step, next(ticket), after, (*moves, move)))
-
-
-def _largest_piece(shape: tuple[int, ...], layout: Layout, mesh_shape: tuple[int, ...]) -> int:
-    """Elements that the first rank holds."""
-    sizes = list(shape)
-    for sbp, parts in zip(layout, mesh_shape, strict=True):
-        if isinstance(sbp, Split):
-            sizes[sbp.dim] = -(-sizes[sbp.dim] // parts)
-    count = 1
-    for size in sizes:
-        count *= size
-    return count

@@ -3,9 +3,9 @@
 Each op takes, for each mesh dimension on its own, the option of its rule that costs least: the transfers of its arguments, plus what the
 result is going to cost. Two facts stand in for a look ahead:
 
-- A partial sum is passed on only where that is surely not more expensive than to reduce it at once: to a result not larger than the
-argument, which nobody
-  else uses. So gradients under a split batch stay P until the update needs them, and a sum of partial sums is reduced once.
+- A partial sum is passed on only where that is surely not more expensive than to reduce it at once: to a result not larger than
+  the argument, which nobody else uses. So gradients under a split batch stay P until the update needs them, and a sum of partial
+  sums is reduced once.
 - A split that no argument has yet costs what it takes to undo it, so that replicated values stay so.
 
 A value that has been converted keeps both layouts for later users: what is paid once is free afterwards.
@@ -24,7 +24,7 @@ from torch import fx
 from monoflow._torch import OpOverload, decompositions
 from monoflow.capture.graph import describe_node
 from monoflow.errors import LayoutWarning, RuleError, SbpError
-from monoflow.layout.call import Call, op_name
+from monoflow.layout.call import Call
 from monoflow.layout.cost import transfer_cost
 from monoflow.layout.expand import expand
 from monoflow.layout.expansions import EXPANSIONS
@@ -33,6 +33,7 @@ from monoflow.layout.table import find_entry, rule_line
 from monoflow.layout.values import is_item, map_layouts, tensor_inputs, whole_layout
 from monoflow.layout_hint import is_hint
 from monoflow.sbp import Layout, Partial, Sbp, Split, broadcast, layout, partial_sum
+from monoflow.schema import op_name
 
 LAZY = 0.999
 """Between passing a partial sum on and reducing it at once, at equal cost, it is passed on: it may yet be added to another."""

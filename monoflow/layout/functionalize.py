@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from monoflow._torch import FakeTensorMode, OpOverload, fake_mode_of, storage_id
-from monoflow.capture.graph import Captured, StepGraph, describe_node, is_effect, written_nodes
+from monoflow._torch import OpOverload, storage_id
+from monoflow.capture.graph import Captured, StepGraph, describe_node, fake_mode_of_graph, is_effect, written_nodes
 from monoflow.errors import LayoutError
-from monoflow.layout.call import bind_arguments
-from monoflow.layout.options import flat_tensors
 from monoflow.layout.values import is_item
+from monoflow.schema import bind_arguments, functional_twin
 
 _aten = torch.ops.aten
 
@@ -38,7 +37,7 @@ class _Functional:
     def __init__(self, old: fx.Graph) -> None:
         self.old = old
         self.new = fx.Graph()
-        self.mode = fake_mode_of(list(flat_tensors([n.meta.get("val") for n in old.nodes]))) or FakeTensorMode()
+        self.mode = fake_mode_of_graph(old)
         self.made: dict[fx.Node, fx.Node] = {}
         """Node of the old graph -> the node that has its value now, as far as it is up to date."""
         self.version: dict[fx.Node, int] = {}
@@ -375,36 +374,3 @@ def _strides_changed(node: fx.Node, made: dict[fx.Node, fx.Node]) -> bool:
         if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor) and before.stride() != now.stride():
             return True
     return False
-
-
-_TWINS = {
-    _aten.bernoulli_.float: _aten.bernoulli.p,
-    _aten.normal_.default: _aten.normal_functional.default,
-    _aten.fill_.Scalar: _aten.fill.Scalar,
-    _aten.squeeze_.default: _aten.squeeze.default,
-    _aten.transpose_.default: _aten.transpose.int,
-    _aten._native_batch_norm_legit.default: _aten._native_batch_norm_legit_functional.default,
-    _aten._batch_norm_with_update.default: _aten._batch_norm_with_update_functional.default,
-    _aten.rrelu_with_noise.default: _aten.rrelu_with_noise_functional.default,
-}
-"""Where the names do not tell."""
-
-
-def functional_twin(target: Any) -> OpOverload | None:
-    """The op that computes what an op writes: `aten.add.Tensor` for `aten.add_.Tensor` and for `aten.add.out`. None where there is none."""
-    if target in _TWINS:
-        return _TWINS[target]
-    namespace, name = target._schema.name.split("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    if packet is None:
-        return None
-    overloads = sorted(packet.overloads(), key=lambda o: o != target._overloadname)  # the one of the same name, if it will do
-    fitting = (twin for twin in (getattr(packet, o) for o in overloads) if _takes_the_same(twin, target))
-    return next(fitting, None)
-
-
-def _takes_the_same(twin: OpOverload, target: OpOverload) -> bool:
-    """All arguments but those in which `target` is given memory for its results (`out=`)."""
-    taken = [str(a.type) for a in twin._schema.arguments]
-    given = [str(a.type) for a in target._schema.arguments if not (a.is_out or (a.kwarg_only and a.alias_info is not None))]
-    return taken == given and not twin._schema.is_mutable

@@ -2,9 +2,9 @@
 
     "m k, k n -> m n; linear 0 | 1"        mm: split m, or n, or k (both inputs cut, the output a partial sum)
 
-A line has a *term* for each tensor argument of the op in its schema's order (optional ones too; an absent argument's term is skipped),
-`->`, and a
-term for each tensor result. A term names one *factor* for each dimension. Equal names are cut together; what has no factor is held whole.
+A line has a *term* for each tensor argument of the op in its schema's order (optional ones too; an absent argument's term is
+skipped), `->`, and a term for each tensor result. A term names one *factor* for each dimension. Equal names are cut together;
+what has no factor is held whole.
 
     m k          a tensor of two dimensions                     .        a tensor of no dimension
     (h d)        one dimension of h times d, h outermost        1        a dimension that is never cut (size one, or whatever)
@@ -13,8 +13,8 @@ term for each tensor result. A term names one *factor* for each dimension. Equal
     +m n         an argument that is added: when the op sums over a factor that is cut, each rank must hold a term of it (P)
 
 Marks on a factor: `k!` must stay whole (so may `...!`); `k@` may be cut, but each rank needs to know where its piece starts
-(lower/pieces.py rewrites the
-call); `k+` no piece may be empty. A factor that results do not have is reduced: by a sum, unless said otherwise.
+(lower/pieces.py rewrites the call); `k+` no piece may be empty. A factor that results do not have is reduced: by a sum, unless
+said otherwise.
 
 After `;`, in any order: `max k`, `min k`, `prod k`, `any k`, `all k` name the reduction of a factor; `linear 0 | 1` says which arguments
 may hold partial sums (counted over the terms): those joined by spaces only all at once, the alternatives between `|` one at a time.

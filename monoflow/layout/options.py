@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 
 from monoflow.errors import RuleError
-from monoflow.layout.call import Call, tensor_arguments
+from monoflow.layout.call import Call
 from monoflow.layout.notation import ELLIPSIS, Rule, Term, parse
 from monoflow.sbp import Partial, Sbp, Split, broadcast, partial_sum
+from monoflow.schema import tensor_arguments
 
 Kind = Literal["whole", "cut", "partial"]
 

@@ -6,10 +6,10 @@ import torch
 
 from monoflow._torch import OpOverload
 from monoflow.errors import RuleError
-from monoflow.layout.call import tensor_arguments
 from monoflow.layout.notation import parse
 from monoflow.layout.table import has_own_rule, registered
 from monoflow.layout.table.entry import Entry
+from monoflow.schema import tensor_arguments
 
 
 def register_rule(op: str, rule: Entry) -> None:

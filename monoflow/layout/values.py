@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload
-from monoflow.layout.call import bind_arguments, tensor_arguments
 from monoflow.sbp import Layout, broadcast
+from monoflow.schema import bind_arguments, tensor_arguments
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from monoflow._torch import OpOverload
 from monoflow.lower.emit import Emitter
+from monoflow.schema import positional_and_keywords
 
 _aten = torch.ops.aten
 
@@ -21,7 +21,7 @@ def draw(emit: Emitter, node: fx.Node, args: dict[str, Any], offsets: list[int],
         value = args[argument.name]
         if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
             whole[argument.name] = _blank(emit, node.meta["val"], value.meta["val"].dtype)
-    positional, keywords = _ordered(target, whole)
+    positional, keywords = positional_and_keywords(target, whole)
     drawn = emit.call(target, *positional, **keywords)
     for dim, (offset, size, full) in enumerate(zip(offsets, sizes, node.meta["val"].shape, strict=True)):
         if size != full:
@@ -32,8 +32,3 @@ def draw(emit: Emitter, node: fx.Node, args: dict[str, Any], offsets: list[int],
 def _blank(emit: Emitter, value: torch.Tensor, dtype: torch.dtype) -> fx.Node:
     """Memory of the whole shape; the op reads its shape only."""
     return emit.call(_aten.empty_strided.default, list(value.shape), list(value.stride()), dtype=dtype, device=value.device)
-
-
-def _ordered(target: OpOverload, args: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    positional = [args[a.name] for a in target._schema.arguments if not a.kwarg_only]
-    return positional, {a.name: args[a.name] for a in target._schema.arguments if a.kwarg_only and args[a.name] is not None}

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from monoflow._torch import FakeTensorMode, OpOverload, fake_mode_of, storage_id
-from monoflow.capture.graph import only_looks, overlap
-from monoflow.layout.call import bind_arguments
-from monoflow.layout.options import flat_tensors
+from monoflow._torch import storage_id
+from monoflow.capture.graph import fake_mode_of_graph, only_looks, overlap
+from monoflow.schema import bind_arguments, inplace_twin
 
 _aten = torch.ops.aten
 _copy = torch.ops.aten.copy_.default
@@ -42,7 +41,7 @@ def restore_inplace(graph: fx.Graph) -> None:
 def _may_write_over(node: fx.Node, readers: _Readers) -> bool:
     """True for an op that the user wrote in place, where nobody reads what it overwrites: a value made in the graph."""
     before: Any = node.args[0] if node.args else None
-    if _inplace_twin(node.target) is None or not isinstance(before, fx.Node) or not _alike(before, node):
+    if inplace_twin(node.target) is None or not isinstance(before, fx.Node) or not _alike(before, node):
         return False
     group = readers.sharing[storage_id(before.meta["val"])]
     if any(alias.op == "placeholder" for alias in group) or any(a is before for a in node.args[1:]):
@@ -55,7 +54,7 @@ class _Readers:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
-        self.mode = fake_mode_of(list(flat_tensors([n.meta.get("val") for n in graph.nodes]))) or FakeTensorMode()
+        self.mode = fake_mode_of_graph(graph)
         self.sharing: dict[int, list[fx.Node]] = {}
         for node in graph.nodes:
             value = node.meta.get("val")
@@ -65,7 +64,7 @@ class _Readers:
     def write_over(self, node: fx.Node) -> None:
         """`node` becomes its in-place twin: its result, and what is a view of it, lie in the memory of its first argument from here on."""
         before: Any = node.args[0]
-        node.target = _inplace_twin(node.target) or node.target
+        node.target = inplace_twin(node.target) or node.target
         moved = sorted(self.sharing.pop(storage_id(node.meta["val"])), key=self.position.__getitem__)
         node.meta["val"] = before.meta["val"]
         group = self.sharing[storage_id(before.meta["val"])]
@@ -91,7 +90,7 @@ def _chain(target: fx.Node, copy: fx.Node, readers: _Readers) -> list[fx.Node]:
     chain: list[fx.Node] = []
     node: Any = copy.args[1]
     while node is not target:
-        if not isinstance(node, fx.Node) or node.op != "call_function" or not node.args or _inplace_twin(node.target) is None:
+        if not isinstance(node, fx.Node) or node.op != "call_function" or not node.args or inplace_twin(node.target) is None:
             return []
         before: Any = node.args[0]
         if not isinstance(before, fx.Node) or not _alike(before, node) or any(a is before for a in node.args[1:]):
@@ -110,18 +109,9 @@ def _alike(before: fx.Node, after: fx.Node) -> bool:
     return (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
 
-def _inplace_twin(target: Any) -> OpOverload | None:
-    """`aten.add_.Tensor` for `aten.add.Tensor`."""
-    if not isinstance(target, OpOverload) or target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
-        return None
-    packet = getattr(_aten, target._schema.name.removeprefix("aten::") + "_", None)
-    twin = getattr(packet, target._overloadname, None) if packet is not None else None
-    return twin if isinstance(twin, OpOverload) else None
-
-
 def _restore_list(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node], readers: _Readers) -> None:
     """An op on lists (fused and foreach updates) whose every used result is copied into the argument that it is the new value of."""
-    twin = _inplace_twin(node.target)
+    twin = inplace_twin(node.target)
     if twin is None:
         return
     bound = bind_arguments(twin, node.args, node.kwargs)

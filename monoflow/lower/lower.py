@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
-from monoflow._torch import FakeTensorMode, OpOverload, fake_mode_of
+from monoflow._torch import OpOverload
+from monoflow.capture.graph import fake_mode_of_graph
 from monoflow.cutting import narrowed
-from monoflow.layout.call import Call, bind_arguments, op_name, tensor_arguments
+from monoflow.layout.call import Call
 from monoflow.layout.cost import transfer_cost
 from monoflow.layout.options import flat_tensors
 from monoflow.layout.values import is_item, layout_of
@@ -22,6 +23,7 @@ from monoflow.lower.memory import SEEN_AS
 from monoflow.lower.pieces import PIECES
 from monoflow.lower.sizes import SIZES
 from monoflow.sbp import Layout, Split, piece_bounds, piece_of
+from monoflow.schema import bind_arguments, op_name, positional_and_keywords, tensor_arguments
 
 _aten = torch.ops.aten
 
@@ -39,8 +41,7 @@ class _Lowering:
         self.graph = graph
         self.mesh_shape = mesh_shape
         self.coordinate = coordinate
-        values = flat_tensors([n.meta.get("val") for n in graph.nodes])
-        self.mode: FakeTensorMode = fake_mode_of(list(values)) or FakeTensorMode()
+        self.mode = fake_mode_of_graph(graph)
         self.emit = Emitter(fx.Graph(), self.mode)
         self.local: dict[fx.Node, Any] = {}
         self.versions: dict[fx.Node, dict[Layout, fx.Node]] = {}
@@ -164,24 +165,3 @@ class _Lowering:
                 offset, length = piece_bounds(size, parts, index)
                 found[factor] = (start + offset, length, whole)
         return found
-
-
-def positional_and_keywords(target: OpOverload, args: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Arguments by name as a call passes them; defaults are left out at the end, and where they are keywords."""
-    positional: list[Any] = []
-    keywords: dict[str, Any] = {}
-    trailing = 0
-    for argument in target._schema.arguments:
-        value = args[argument.name]
-        default = argument.has_default_value() and _is_default(value, argument.default_value)
-        if argument.kwarg_only:
-            if not default:
-                keywords[argument.name] = value
-        else:
-            positional.append(value)
-            trailing = trailing + 1 if default else 0
-    return positional[: len(positional) - trailing], keywords
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    return not isinstance(value, fx.Node) and type(value) is type(default) and bool(value == default)

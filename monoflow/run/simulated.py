@@ -11,6 +11,8 @@ import torch.distributed  # registers the ops
 from torch import fx
 
 from monoflow._torch import OpOverload
+from monoflow.capture.graph import last_uses
+from monoflow.lower.collectives import mesh_dim_of
 
 functional: Any = torch.ops._c10d_functional
 
@@ -29,7 +31,7 @@ def run_lockstep(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Any]], me
         raise ValueError(f"a mesh {mesh_shape} needs {math.prod(mesh_shape)} graphs and as many lists of inputs")
     rows = _rows(graphs)
     place = {node: position for position, row in enumerate(rows) for node in row}
-    frees = _last_uses([row[0] for row in rows])
+    frees = last_uses(row[0] for row in rows)
     groups = [_groups(mesh_shape, dim) for dim in range(len(mesh_shape))]
     waiting = [iter(given) for given in inputs]
     values: dict[int, Values] = {}
@@ -60,18 +62,6 @@ def _rows(graphs: Sequence[fx.Graph]) -> list[tuple[fx.Node, ...]]:
     return rows
 
 
-def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Node -> the values that nobody needs after it (itself, if its result is not used)."""
-    frees: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
-    for node in reversed(nodes):
-        for value in dict.fromkeys([*node.all_input_nodes, node]):
-            if value not in seen:
-                seen.add(value)
-                frees.setdefault(node, []).append(value)
-    return frees
-
-
 def _groups(mesh_shape: tuple[int, ...], dim: int) -> list[list[int]]:
     """The ranks that differ in mesh dimension `dim` only, for each such group."""
     ranks = torch.arange(math.prod(mesh_shape)).view(mesh_shape)
@@ -88,7 +78,7 @@ def _call(target: Any, arguments: list[tuple[tuple[Any, ...], dict[str, Any]]], 
             return _draw(target, arguments)
         return [target(*args, **kwargs) for args, kwargs in arguments]
     results: Values = [None] * len(arguments)
-    dim = int(str(arguments[0][0][-1]).removeprefix("mesh"))
+    dim = mesh_dim_of(str(arguments[0][0][-1]))
     for group in groups[dim]:
         for rank, result in zip(group, collective([arguments[rank][0] for rank in group]), strict=True):
             results[rank] = result

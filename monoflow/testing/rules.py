@@ -18,14 +18,15 @@ from torch import fx
 from monoflow._torch import OpOverload
 from monoflow.capture.graph import written_nodes
 from monoflow.cutting import assemble, coordinates, cut
-from monoflow.layout.call import Call, bind_arguments
+from monoflow.layout.call import Call
 from monoflow.layout.functionalize import functionalize
 from monoflow.layout.options import Group, Option, flat_tensors, groups_of
 from monoflow.layout.table import rule_line
 from monoflow.layout.values import is_item, map_layouts, tensor_inputs, whole_layout
-from monoflow.lower.lower import lower, positional_and_keywords
+from monoflow.lower.lower import lower
 from monoflow.run.simulated import run_lockstep
 from monoflow.sbp import Layout, Partial
+from monoflow.schema import bind_arguments, positional_and_keywords
 from monoflow.testing.execution import Case, difference
 
 MESHES: tuple[int, ...] = (2, 3)

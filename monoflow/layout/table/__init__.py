@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from monoflow._torch import OpOverload
-from monoflow.layout.call import Call, op_name
+from monoflow.layout.call import Call
 from monoflow.layout.table.entry import Entry
 from monoflow.layout.table.factories import RULES as FACTORIES
 from monoflow.layout.table.indexing import RULES as INDEXING
@@ -22,6 +22,7 @@ from monoflow.layout.table.pointwise import RULES as POINTWISE
 from monoflow.layout.table.pointwise import pointwise
 from monoflow.layout.table.reductions import RULES as REDUCTIONS
 from monoflow.layout.table.views import RULES as VIEWS
+from monoflow.schema import op_name
 
 Rules: TypeAlias = dict[str, Entry]
 

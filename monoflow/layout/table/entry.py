@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
-from monoflow.layout.call import Call, tensor_arguments
+from monoflow.layout.call import Call
+from monoflow.schema import tensor_arguments
 
 Entry: TypeAlias = str | Callable[[Call], str | None]
 """A line, or a function that makes the line of a call; None from it means that this call has no rule."""

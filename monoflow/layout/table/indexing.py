@@ -45,7 +45,7 @@ def index(call: Call) -> str | None:
     at = given[0] if together else 0
     result = [*rest[:at], *wide, *rest[at:]]
     return (
-        f"{term(source)}, [{_broadcast(count)}] -> {term(result)}; linear 0"
+        f"{term(source)}, [{term(wide)}] -> {term(result)}; linear 0"
         if _alike(call, given)
         else (f"{term(source)}, [...!] -> {term([n if n in rest else '1' for n in result])}; linear 0")
     )
@@ -53,10 +53,6 @@ def index(call: Call) -> str | None:
 
 def _alike(call: Call, given: list[int]) -> bool:
     return len({tuple(call["indices"][d].shape) for d in given}) == 1
-
-
-def _broadcast(count: int) -> str:
-    return term([f"x{k}" for k in range(count)])
 
 
 def index_select(call: Call) -> str:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from monoflow.layout.call import Call, tensor_arguments, term
+from monoflow.layout.call import Call, term
 from monoflow.layout.table.entry import Entry
+from monoflow.schema import tensor_arguments
 
 
 def each(call: Call) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from monoflow.layout.call import Call, tensor_arguments
+from monoflow.layout.call import Call
 from monoflow.layout.table.entry import Entry, same
+from monoflow.schema import tensor_arguments
 
 
 def pointwise(call: Call) -> str | None:

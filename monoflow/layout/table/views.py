@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from monoflow.layout.call import Call, letters, normal_dims, term
 from monoflow.layout.table.entry import Entry, same
@@ -46,9 +47,8 @@ def reshaped(before: tuple[int, ...], after: tuple[int, ...]) -> str | None:
     return f"{term(left)} -> {term(right)}; linear 0"
 
 
-def _block(before: list[int], after: list[int], names: object) -> tuple[list[str], list[str]]:
+def _block(before: list[int], after: list[int], names: Iterator[str]) -> tuple[list[str], list[str]]:
     """The factors of dimensions that together hold the same elements."""
-    factors: list[tuple[str, int]] = []
     left: list[list[str]] = [[]]
     right: list[list[str]] = [[]]
     a, b = list(before), list(after)
@@ -58,14 +58,13 @@ def _block(before: list[int], after: list[int], names: object) -> tuple[list[str
         elif a[0] % b[0] == 0 or b[0] % a[0] == 0:
             size = min(a[0], b[0])
         else:  # sizes that do not divide: from here on whole
-            rest = [f"{next(names)}!"]  # type: ignore[call-overload]
+            rest = [f"{next(names)}!"]
             left[-1] += rest
             right[-1] += rest
-            left += [[f"{next(names)}!"] for _ in a[1:]]  # type: ignore[call-overload]
-            right += [[f"{next(names)}!"] for _ in b[1:]]  # type: ignore[call-overload]
+            left += [[f"{next(names)}!"] for _ in a[1:]]
+            right += [[f"{next(names)}!"] for _ in b[1:]]
             return _texts(left), _texts(right)
-        name = next(names)  # type: ignore[call-overload]
-        factors.append((name, size))
+        name = next(names)
         left[-1].append(name)
         right[-1].append(name)
         a[0] //= size
