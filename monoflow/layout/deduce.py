@@ -124,15 +124,16 @@ class _Deduction:
             decomposed = self._decompose(node, target)
             if decomposed:
                 return decomposed
-            self._warn(node, target)
+            self._warn(node, target, "no layout rule", "mf.register_rule gives it one")
             groups: tuple[Group, ...] = (whole_group(len(inputs), len(results)),)
         else:
             groups = groups_of(call, line)
             finer = EXPANSIONS.get(_key(target)) or EXPANSIONS.get(op_name(target))
             if finer is not None and any(self._cuts_whole(group, inputs) for group in groups):
-                replaced = self._replace(node, finer)
-                if replaced:
-                    return replaced
+                try:
+                    return self._replace(node, finer)
+                except RuleError as exc:
+                    self._warn(node, target, f"no finer layout ({exc})", "give its arguments another layout, or its numbers as tensors")
         needs: list[Layout] = [self.whole] * len(inputs)
         layouts: list[Layout] = [self.whole] * len(results)
         cuts: list[tuple[str, int]] = [("", 0)] * len(self.mesh_shape)
@@ -151,24 +152,23 @@ class _Deduction:
     def _decompose(self, node: fx.Node, target: OpOverload) -> list[fx.Node]:
         """The ops of PyTorch's own decomposition, if there is one that stays free of writes."""
         table = decompositions()
-        return self._replace(node, table[target]) if target in table else []
+        try:
+            return self._replace(node, table[target]) if target in table else []
+        except RuleError:  # it writes, or needs an op without a rule
+            return []
 
     def _replace(self, node: fx.Node, function: Callable[..., Any]) -> list[fx.Node]:
+        """The ops of a function in the place of one op. Raises RuleError, with the graph as it was."""
         items = [user for user in node.users if is_item(user)]
-        try:
-            replacing = expand(self.graph, node, function, _has_rule)
-        except RuleError:
-            return []
+        replacing = expand(self.graph, node, function, _has_rule)
         self.gone.update([node, *items])
         return replacing
 
-    def _warn(self, node: fx.Node, target: OpOverload) -> None:
+    def _warn(self, node: fx.Node, target: OpOverload, why: str, fix: str) -> None:
         if str(target) not in self.warned:
             self.warned.add(str(target))
             warnings.warn(
-                f"no layout rule for {describe_node(node)}: it runs on whole tensors on every rank. mf.register_rule gives it one.",
-                LayoutWarning,
-                stacklevel=2,
+                f"{why} for {describe_node(node)}: it runs on whole tensors on every rank. Fix: {fix}.", LayoutWarning, stacklevel=2
             )
 
     def _cuts_whole(self, group: Group, inputs: list[fx.Node]) -> bool:

@@ -1,9 +1,9 @@
 """Checks the layout rules on PyTorch's own samples of every operator: `python -m monoflow.testing.opinfo`.
 
 Each entry of `op_db` is run on meshes of 2 and 3 simulated ranks, over the layouts of its arguments, forward and gradients, in float32
-(see execution.py). An entry is
+(see execution.py), and each op that it runs, under every option of its rule (see rules.py). An entry is
 
-    right          every sample on every layout gives what the whole gives
+    right          every sample on every layout, and every option, gives what the whole gives
     whole          right, but an op of it had no rule and ran on whole tensors
     wrong          some result differs, or something failed
     not captured   no sample can be part of a static graph (a result's shape depends on values, sparse results, ...): the reason is printed
@@ -35,6 +35,7 @@ from rich.table import Table
 from monoflow._torch import operator_entries, unfrozen_generators
 from monoflow.errors import CaptureError
 from monoflow.testing.execution import MESHES, Case, check, choices, make_case
+from monoflow.testing.rules import faults
 from monoflow.tree import flatten
 
 UNDEFINED = frozenset(("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"))
@@ -92,6 +93,7 @@ def check_entry(entry: Any, samples: int, layouts: int) -> Result:
     started = time.perf_counter()
     refused: list[str] = []
     fallbacks: dict[str, None] = {}
+    seen: set[Any] = set()
     for label, make in cases_of(entry, samples):
         try:
             case = make()
@@ -102,6 +104,9 @@ def check_entry(entry: Any, samples: int, layouts: int) -> Result:
             refused.append(f"{type(exc).__name__}: {exc}")
             continue
         result.cases += 1
+        for fault in faults(case, seen=seen):
+            result.verdict = "wrong"
+            result.reasons.append(f"{label}: {fault}")
         for mesh_shape in MESHES:
             for chosen in choices(case, limit=layouts):
                 outcome = check(case, chosen, mesh_shape)
