@@ -10,8 +10,8 @@ tp     the weights cut over all ranks (Megatron's pattern), the batch whole
 Every rank but the first starts from other weights and another seed: those of the first count. Compared on the first rank after each step,
 relative to the largest element of each tensor (of gradients and parameters, to 1e-4 of the model's largest gradient where that is more:
 the bias of an attention's keys has a gradient of zero, and what is computed for it is nothing but rounding): the loss, every gradient,
-every parameter and buffer. Bounds: 1e-5 in float32, 1e-12 in float64; for a loss that the model itself computes in float32, as the
-language models of transformers do, 1e-5 either way.
+every parameter and buffer. Bounds: 1e-5 in float32, 1e-12 in float64. (transformers calls `.float()` before losses and norms, which in
+float64 would round what is compared to float32; there `.float()` is made to leave it as it is, on one device as over ranks.)
 
     python -m benchmarks.ranks [--only gpt2,llama] [--ranks 2,4] [--dtypes float32,float64] [--backend aten]
 """
@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.table import Table
@@ -99,7 +100,6 @@ class Found:
 
     case: Case
     loss: float = 0.0
-    loss_dtype: str = "float32"
     gradient: float = 0.0
     parameter: float = 0.0
     where: str = ""
@@ -108,7 +108,7 @@ class Found:
 
     @property
     def right(self) -> bool:
-        return not self.error and self.loss <= BOUNDS[self.loss_dtype] and max(self.gradient, self.parameter) <= BOUNDS[self.case.dtype]
+        return not self.error and max(self.loss, self.gradient, self.parameter) <= BOUNDS[self.case.dtype]
 
 
 def cases(names: Sequence[str], ranks: int, dtype: str) -> Iterator[Case]:
@@ -198,7 +198,6 @@ def run(case: Case, backend: str) -> Found:
             continue
         torch.manual_seed(number)
         expected = plain_step(**whole).detach()
-        found.loss_dtype = str(expected.dtype).removeprefix("torch.")
         _note(found, "loss", "", compare.relative(loss, expected))
         wanted = compare.gradients(plain)
         floor = SMALL_GRADIENT * compare.largest(wanted)
@@ -210,6 +209,16 @@ def run(case: Case, backend: str) -> Found:
     return found
 
 
+@contextlib.contextmanager
+def _in(dtype: str) -> Iterator[None]:
+    """Inside, nothing is rounded to float32 in a run of float64."""
+    if dtype != "float64":
+        yield
+        return
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
+
+
 def worker(names: Sequence[str], dtypes: Sequence[str], backend: str, file: str) -> None:
     """All cases on one rank; the first rank writes what it found, a line a case."""
     torch.set_num_threads(1)
@@ -218,7 +227,8 @@ def worker(names: Sequence[str], dtypes: Sequence[str], backend: str, file: str)
     with open(file, "w") if torch.distributed.get_rank() == 0 else contextlib.nullcontext() as kept:
         for case in [c for dtype in dtypes for c in cases(names, ranks, dtype)]:
             try:
-                found = run(case, backend)
+                with _in(case.dtype):
+                    found = run(case, backend)
             except Exception as exc:
                 found = Found(case, error=f"{type(exc).__name__}: {exc}\n{traceback.format_exc(limit=-4)}")
             if kept is not None:

@@ -17,6 +17,7 @@ from monoflow.compile import compile_guards
 from monoflow.cutting import assemble, cut, whole_shape
 from monoflow.errors import PlacementError, RankError, StepError
 from monoflow.layout.lay_out import LaidOut, lay_out
+from monoflow.layout.order import in_order, marks_of
 from monoflow.layout.pins import Pins
 from monoflow.lower.buckets import bucket
 from monoflow.lower.inplace import restore_inplace
@@ -274,6 +275,15 @@ class Parallel:
         self.agreement.check_equal("the values of the state", "\n".join(lines))
 
     # Making a graph
+
+    def in_one_order(self, captured: Captured) -> Captured:
+        """The ops of a functional graph in the order that they have on the first rank. Collective."""
+        if self.agreement is None:
+            return captured
+        marks = marks_of(captured)
+        if len({m for (m,) in self.agreement.exchange([fingerprint64("".join(marks))])}) == 1:
+            return captured
+        return in_order(captured, self.agreement.exchange_objects(marks)[0])
 
     def lay_out(self, captured: Captured, inventory: Inventory, call: Call, passes: Iterable[OnLayout] = ()) -> LaidOut:
         pins = self.pins(inventory, call)

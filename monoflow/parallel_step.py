@@ -14,6 +14,7 @@ from monoflow.capture import is_capturing
 from monoflow.capture.graph import Captured, describe_node
 from monoflow.errors import RankError
 from monoflow.explain.plan import Plan, PlannedCollective, PlannedTensor
+from monoflow.layout.functionalize import functionalize
 from monoflow.layout.lay_out import LaidOut
 from monoflow.lower.traffic import collectives_of
 from monoflow.parallel import Call, Parallel
@@ -22,7 +23,7 @@ from monoflow.rewrite import OnLayout, Pass
 from monoflow.run import Executor
 from monoflow.sbp import format_layout
 from monoflow.state import Inventory, State
-from monoflow.step import Step, _Signature, _surroundings
+from monoflow.step import Step, _surroundings
 from monoflow.tree import Rebuild, arguments_key, flatten, leaf_names
 
 P = ParamSpec("P")
@@ -182,20 +183,23 @@ class ParallelStep(Step[P, R]):
 
     # Making a graph
 
-    def _capture(self, signature: _Signature, leaves: list[Any], rebuild: Rebuild) -> Executor:
+    def _traced(self, leaves: list[Any], rebuild: Rebuild, progress: Progress) -> Captured:
         with self._parallel.together():
-            executor = super()._capture(signature, leaves, rebuild)
-        if self._parallel.agreement is not None:
-            self._parallel.agreement.check_equal("the graph of the step", plan_text(self._laid[executor]))
-        return executor
+            captured = functionalize(super()._traced(leaves, rebuild, progress))
+        return self._parallel.in_one_order(captured)
 
     def _executor(self, captured: Captured, progress: Progress) -> Executor:
         assert self._call is not None
-        progress.room("layout")
+        parallel = self._parallel
         inventory = self._scan()
-        laid = self._parallel.lay_out(captured, inventory, self._call, self._layout_passes)
+        progress.room("layout")
+        with parallel.together():
+            laid = parallel.lay_out(captured, inventory, self._call, self._layout_passes)
+        if parallel.agreement is not None:
+            parallel.agreement.check_equal("the graph of the step", plan_text(laid))
         progress.room("lowering")
-        executor = self._parallel.executor(laid, self._state, inventory)
+        with parallel.together():
+            executor = parallel.executor(laid, self._state, inventory)
         self._laid[executor] = laid
         self._serials[executor] = self.graphs_made
         return executor

@@ -179,12 +179,16 @@ class Step(Generic[P, R]):
         if self.graphs_made >= WARN_FROM_GRAPH:
             self._warn(signature)
         with Progress(self.name, self.progress) as progress:
-            progress.room("capture")
-            captured = capture(self.function, self._state, leaves, rebuild, progress.count)
-            if self.passes:
-                progress.room("passes")
-                captured = apply_passes(captured, self.passes)
-            return self._executor(captured, progress)
+            return self._executor(self._traced(leaves, rebuild, progress), progress)
+
+    def _traced(self, leaves: list[Any], rebuild: Rebuild, progress: Progress) -> Captured:
+        """The captured step, after the user's passes."""
+        progress.room("capture")
+        captured = capture(self.function, self._state, leaves, rebuild, progress.count)
+        if self.passes:
+            progress.room("passes")
+            captured = apply_passes(captured, self.passes)
+        return captured
 
     def _executor(self, captured: Captured, progress: Progress) -> Executor:
         """What runs a captured graph."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import monoflow as mf
 from benchmarks.small_models import TENSOR_PARALLEL, batch
@@ -98,3 +99,26 @@ def test_a_short_batch_on_one_rank_at_a_later_step() -> None:
     for loss, model, graphs in run_on(2, "tests.test_processes:short_batches", [(4, 4), (4, 4), (4, 1), (4, 4), (1, 4), (4, 0)]):
         assert loss < 1e-5 and model < 1e-5
         assert graphs == 3
+
+
+def walk_over_a_set() -> tuple[float, int]:
+    """Each process walks over the names in an order of its own; the ops are the same."""
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abcdefgh"})
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+
+    @mf.graph(layers, optimizer, placement=mf.placement.all("cpu"), backend="aten", progress=False)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        found = {name: layers[name](x) for name in {*"abcdefgh"}}
+        loss = torch.stack([found[name] for name in "abcdefgh"]).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return float(step(torch.ones(2, 4))), hash("a")
+
+
+def test_ranks_that_walk_in_other_orders_take_that_of_the_first() -> None:
+    (first, one), (second, other) = run_on(2, "tests.test_processes:walk_over_a_set")
+    assert one != other, "each process hashes text in a way of its own"
+    assert first == second

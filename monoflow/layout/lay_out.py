@@ -11,7 +11,6 @@ from torch import fx
 from monoflow.capture.graph import Captured
 from monoflow.errors import LayoutError
 from monoflow.layout.deduce import deduce
-from monoflow.layout.functionalize import functionalize
 from monoflow.layout.pins import Pins, input_layout, output_layout
 from monoflow.placement import Placement
 from monoflow.sbp import Layout, LayoutLike, layout
@@ -53,8 +52,7 @@ class LaidOut:
 
 
 def lay_out(captured: Captured, placement: Placement, pins: Pins) -> LaidOut:
-    """Makes the graph functional, pins inputs and outputs, and deduces the rest. `captured` itself stays as it is."""
-    captured = functionalize(captured)
+    """Pins inputs and outputs of a functional graph, and deduces the rest. The graph is changed."""
     for node, wanted in _pinned_inputs(captured, pins, placement.ndim).items():
         node.meta[PIN] = wanted
     return deduced(captured, placement, pins)

@@ -18,6 +18,7 @@ import torch
 from monoflow.capture import capture
 from monoflow.capture.graph import Captured
 from monoflow.errors import LayoutWarning
+from monoflow.layout.functionalize import functionalize
 from monoflow.layout.lay_out import lay_out
 from monoflow.layout.pins import Pins
 from monoflow.placement import Placement
@@ -145,7 +146,7 @@ def check(case: Case, layouts: tuple[Layout, ...], mesh_shape: tuple[int, ...]) 
 def run_on_pieces(case: Case, layouts: tuple[Layout, ...], mesh_shape: tuple[int, ...]) -> list[torch.Tensor]:
     """The results of a case whose arguments have the given layouts over simulated ranks."""
     placement = Placement("cpu", torch.arange(math.prod(mesh_shape)).reshape(mesh_shape).tolist())
-    laid = lay_out(case.captured, placement, Pins({}, dict(enumerate(layouts))))
+    laid = lay_out(functionalize(case.captured), placement, Pins({}, dict(enumerate(layouts))))
     values = [_value(case, source) for source in case.captured.inputs]
     torch.manual_seed(case.seed)
     outputs = Simulated(laid)(values)
