@@ -231,6 +231,8 @@ def worker(names: Sequence[str], dtypes: Sequence[str], backend: str, file: str)
                     found = run(case, backend)
             except Exception as exc:
                 found = Found(case, error=f"{type(exc).__name__}: {exc}\n{traceback.format_exc(limit=-4)}")
+            if found.error:
+                print(f"rank {torch.distributed.get_rank()}: {found.error}", file=sys.stderr)
             if kept is not None:
                 print(json.dumps(asdict(found)), file=kept, flush=True)
     torch.distributed.destroy_process_group()

@@ -283,7 +283,9 @@ class Parallel:
         marks = marks_of(captured)
         if len({m for (m,) in self.agreement.exchange([fingerprint64("".join(marks))])}) == 1:
             return captured
-        return in_order(captured, self.agreement.exchange_objects(marks)[0])
+        first = self.agreement.exchange_objects(marks)[0]
+        with self.together():
+            return in_order(captured, first)
 
     def lay_out(self, captured: Captured, inventory: Inventory, call: Call, passes: Iterable[OnLayout] = ()) -> LaidOut:
         pins = self.pins(inventory, call)

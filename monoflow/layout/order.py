@@ -57,14 +57,16 @@ def in_order(captured: Captured, marks: Sequence[str]) -> Captured:
     waiting: dict[str, deque[fx.Node]] = defaultdict(deque)
     for mark, node in zip(own, captured.graph.graph.nodes, strict=True):
         waiting[mark].append(node)
+    mark_of = dict(zip(captured.graph.graph.nodes, own, strict=True))
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    made: dict[str, fx.Node] = {}
     for mark in marks:
         node = waiting[mark].popleft()
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: made[mark_of[n]])
         name = node.name if node.op == "placeholder" else None  # others are named by their order
-        made[node] = graph.create_node(node.op, node.target, args, kwargs, name)
-        made[node].meta.update({k: made[v] if isinstance(v, fx.Node) else v for k, v in node.meta.items()})
+        copy = graph.create_node(node.op, node.target, args, kwargs, name)
+        copy.meta.update({k: made[mark_of[v]] if isinstance(v, fx.Node) else v for k, v in node.meta.items()})
+        made.setdefault(mark, copy)  # of ops that are the same, the first serves all users
     return dataclasses.replace(captured, graph=StepGraph(torch.nn.Module(), graph))
 
 
