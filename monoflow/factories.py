@@ -6,16 +6,15 @@ Without a placement they are PyTorch's own. With one, every rank of the job make
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from monoflow.global_tensor import check_real, distribute, everyone, from_own_piece
 from monoflow.placement import Placement
+from monoflow.rng import Random
 from monoflow.sbp import LayoutLike, Partial, layout, piece_number, piece_of
 from monoflow.world import current_world
-
-Random = Literal["exact", "fast"]
 
 
 def tensor(data: Any, *, placement: Placement | None = None, sbp: LayoutLike = "B", **options: Any) -> torch.Tensor:

@@ -24,6 +24,7 @@ from monoflow.lower.inplace import restore_inplace
 from monoflow.lower.lower import lower
 from monoflow.placement import Placement
 from monoflow.rewrite import OnLayout, apply_layout_passes
+from monoflow.rng import Random
 from monoflow.run import Executor
 from monoflow.run.distribute import distribute_state
 from monoflow.run.groups import bind_groups
@@ -46,6 +47,7 @@ class Options:
     layout: Mapping[str, LayoutLike] = field(default_factory=dict)
     inputs: InputLayouts = None
     sync: Sync = "rank0"
+    random: Random = "exact"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -293,7 +295,7 @@ class Parallel:
 
     def local_graph(self, laid: LaidOut, coordinate: tuple[int, ...]) -> fx.Graph:
         """One rank's graph, ready to be compiled but for the names of its process groups."""
-        graph = lower(laid.captured.graph.graph, self.placement.shape, coordinate)
+        graph = lower(laid.captured.graph.graph, self.placement.shape, coordinate, self.options.random)
         bucket(graph)
         restore_inplace(graph)
         return graph
@@ -304,7 +306,7 @@ class Parallel:
         guards = compile_guards(captured.guards)
         if self.simulated:
             executor = Executor(captured, guards)
-            executor.executable = Simulated(laid)
+            executor.executable = Simulated(laid, self.options.random)
             return executor
         local = self.local_graph(laid, self.coordinate)
         bind_groups(local, self.placement)

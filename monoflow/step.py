@@ -267,6 +267,7 @@ def graph(
     layout: Mapping[str, LayoutLike] | None = None,
     inputs: LayoutLike | Mapping[str, LayoutLike] | None = None,
     sync: Literal["rank0", "error"] = "rank0",
+    random: Literal["exact", "fast"] = "exact",
     backend: str = "auto",
     passes: Iterable[Pass | OnLayout] = (),
     progress: bool = True,
@@ -284,6 +285,8 @@ def graph(
             are taken as they are.
         sync: "rank0" gives all ranks the parameters, buffers and optimizer state of the first one before the first step; "error" raises
             RankError if they differ.
+        random: "exact": random values (dropout) are those of one device, whatever the layout; every rank draws the whole tensor and keeps
+            its piece. "fast", for large meshes: each piece is drawn by itself, equal on ranks that hold the same one.
         backend: "aten" (starts in seconds, equal to eager PyTorch to the bit), "inductor" (generated C++, fastest), or
             "auto": "inductor" where C++ can be built, else "aten" (also, with a warning, for a graph that Inductor cannot compile).
         passes: functions from the captured graph to the same graph, applied in order (see docs/passes.md); those marked with
@@ -303,7 +306,10 @@ def graph(
     if placement is not None:
         from monoflow.parallel import Options, Parallel  # torch.distributed, which one device never needs
 
-        parallel = Parallel(Options(placement, dict(layout or {}), inputs, sync))
+        parallel = Parallel(Options(placement, dict(layout or {}), inputs, sync, random))
+        for name, given, known in (("sync", sync, ("rank0", "error")), ("random", random, ("exact", "fast"))):
+            if given not in known:
+                raise StepError(f"{name}={given!r}: choose {' or '.join(map(repr, known))}")
     elif layout or inputs is not None:
         raise StepError("layout= and inputs= say how tensors lie over ranks: give placement= as well")
 

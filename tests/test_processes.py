@@ -122,3 +122,15 @@ def test_ranks_that_walk_in_other_orders_take_that_of_the_first() -> None:
     (first, one), (second, other) = run_on(2, "tests.test_processes:walk_over_a_set")
     assert one != other, "each process hashes text in a way of its own"
     assert first == second
+
+
+def fast_random(backend: str) -> list[float]:
+    step, _, _ = _step("mlp", [0, 1], {}, "sgd", backend, random="fast")
+    torch.manual_seed(3)
+    return [float(step(*(t.chunk(2)[_rank()] for t in batch("mlp", 8)))) for _ in range(3)]
+
+
+@pytest.mark.parametrize("backend", ["aten", "inductor"])
+def test_fast_random_values_on_processes(backend: str) -> None:
+    one, other = run_on(2, "tests.test_processes:fast_random", backend)
+    assert one == other and len(set(one)) == 3

@@ -147,3 +147,26 @@ def test_a_method_runs_over_the_ranks() -> None:
 
         plan = Trainer().step.plan(*batch("mlp", 4))
     assert plan.collectives
+
+
+def dropped(mesh: Any, seed: int, **options: Any) -> tuple[torch.Tensor, Any]:
+    """A dropout mask over the ranks of a mesh, and the step that drew it."""
+    with simulate(torch.tensor(mesh).numel()):
+        graph = mf.graph(placement=Placement("cpu", mesh), backend="aten", progress=False, **options)
+        step = graph(lambda x: torch.nn.functional.dropout(x, 0.5))
+        torch.manual_seed(seed)
+        return step(torch.ones(8, 50)), step
+
+
+def test_fast_random_values_are_drawn_piece_by_piece() -> None:
+    torch.manual_seed(1)
+    exact = torch.nn.functional.dropout(torch.ones(8, 50), 0.5)
+    assert torch.equal(dropped([0, 1], 1)[0], exact)
+    fast, step = dropped([0, 1], 1, random="fast")
+    assert not torch.equal(fast, exact) and 0.4 < float((fast == 0).float().mean()) < 0.6
+    assert not torch.equal(fast[:4], fast[4:]), "each piece has a stream of its own"
+    assert torch.equal(fast, dropped([[0, 1], [2, 3]], 1, random="fast")[0]), "ranks that hold the same piece draw the same"
+    assert torch.equal(fast, dropped([0, 1], 1, random="fast")[0]) and not torch.equal(fast, dropped([0, 1], 2, random="fast")[0])
+    with simulate(2):
+        local = step._parallel.local_graph(step.laid_out(torch.ones(8, 50)), (0,))
+    assert max(n.meta["val"].numel() for n in local.nodes if isinstance(n.meta.get("val"), torch.Tensor)) == 200

@@ -8,9 +8,19 @@ import torch
 from torch import fx
 
 from monoflow.lower.emit import Emitter
+from monoflow.rng import DrawPiece
 from monoflow.schema import positional_and_keywords
 
 _aten = torch.ops.aten
+
+
+def draw_piece(emit: Emitter, node: fx.Node, args: dict[str, Any], number: int) -> fx.Node:
+    """Draws this rank's piece alone, from a stream of its own; `number` is that of the piece."""
+    target: Any = node.target
+    positional, keywords = positional_and_keywords(target, args)
+    drawn = emit.call(target, *positional, **keywords)
+    drawn.target = DrawPiece(target, number)
+    return drawn
 
 
 def draw(emit: Emitter, node: fx.Node, args: dict[str, Any], offsets: list[int], sizes: list[int]) -> fx.Node:

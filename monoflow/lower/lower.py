@@ -17,27 +17,30 @@ from monoflow.layout.options import flat_tensors
 from monoflow.layout.values import is_item, layout_of
 from monoflow.layout_hint import is_hint
 from monoflow.lower.boxing import convert
-from monoflow.lower.draws import draw
+from monoflow.lower.draws import draw, draw_piece
 from monoflow.lower.emit import Emitter
 from monoflow.lower.memory import SEEN_AS
 from monoflow.lower.pieces import PIECES
 from monoflow.lower.sizes import SIZES
-from monoflow.sbp import Layout, Split, piece_bounds, piece_of
+from monoflow.rng import Random
+from monoflow.sbp import Layout, Split, piece_bounds, piece_number, piece_of
 from monoflow.schema import bind_arguments, op_name, positional_and_keywords, tensor_arguments
 
 _aten = torch.ops.aten
 
 
-def lower(graph: fx.Graph, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> fx.Graph:
+def lower(graph: fx.Graph, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], random: Random = "exact") -> fx.Graph:
     """The local graph of the rank at `coordinate` of the mesh. Its placeholders and outputs are those of `graph`, in order.
 
     All ranks get the same ops in the same order; sizes and offsets differ. Collectives name their group by mesh dimension ("mesh0").
+    Cut random values are those of one device ("exact"), or drawn piece by piece ("fast").
     """
-    return _Lowering(graph, mesh_shape, coordinate).run()
+    return _Lowering(graph, mesh_shape, coordinate, random).run()
 
 
 class _Lowering:
-    def __init__(self, graph: fx.Graph, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> None:
+    def __init__(self, graph: fx.Graph, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], random: Random) -> None:
+        self.random = random
         self.graph = graph
         self.mesh_shape = mesh_shape
         self.coordinate = coordinate
@@ -113,7 +116,10 @@ class _Lowering:
         if node.meta.get("offsets") and name in PIECES:
             return PIECES[name](self.emit, Call.of(node), args, self._cut(node))
         if torch.Tag.nondeterministic_seeded in target.tags and self._is_cut(node):
-            return draw(self.emit, node, args, *self._bounds(node.meta["val"], layout_of(node)))
+            if self.random == "exact":
+                return draw(self.emit, node, args, *self._bounds(node.meta["val"], layout_of(node)))
+            args.update(self._sizes(node, name, args))
+            return draw_piece(self.emit, node, args, piece_number(layout_of(node), self.mesh_shape, self.coordinate))
         if not any(True for _ in flat_tensors(node.meta.get("val"))):  # a number, such as item() gives
             positional, keywords = positional_and_keywords(target, args)
             return self.emit.node(target, tuple(positional), keywords, node.meta.get("val"))

@@ -11,6 +11,7 @@ from torch import fx
 from monoflow._torch import OpOverload, below_autograd
 from monoflow.capture.graph import Captured, Store
 from monoflow.compile.program import Executable
+from monoflow.rng import DrawPiece
 from monoflow.state import Inventory, NumberEntry
 
 _Owner = torch.Tensor | int
@@ -55,7 +56,9 @@ class Executor:
         self._cleared: list[_Owner] = []
         self._absent: list[_Owner] = []
         self._present: list[_Owner] = []
-        self.draws = any(isinstance(n.target, OpOverload) and _draws in n.target.tags for n in self.graph.nodes)
+        self.draws = any(
+            isinstance(n.target, DrawPiece) or (isinstance(n.target, OpOverload) and _draws in n.target.tags) for n in self.graph.nodes
+        )
         """Whether the graph draws random numbers."""
         self._grad_mode = any(n.target in _KEEP_FOR_BACKWARD for n in self.graph.nodes)
         self._taken = [p for p, i in enumerate(captured.inputs) if i.kind in ("argument", "gradient")]

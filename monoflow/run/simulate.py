@@ -10,6 +10,7 @@ from torch import fx
 from monoflow.cutting import assemble, coordinates, cut
 from monoflow.layout.lay_out import LaidOut
 from monoflow.lower.lower import lower
+from monoflow.rng import Random
 from monoflow.run.simulated import run_lockstep
 from monoflow.sbp import Layout
 
@@ -19,7 +20,8 @@ _copy = torch.ops.aten.copy_.default
 class Simulated:
     """An executable over whole values: cuts them, runs every rank's local graph in lockstep, and puts the results together."""
 
-    def __init__(self, laid: LaidOut) -> None:
+    def __init__(self, laid: LaidOut, random: Random = "exact") -> None:
+        self._random: Random = random
         self._mesh_shape = laid.placement.shape
         graph = self._graph = laid.captured.graph.graph
         self._local: list[fx.Graph] = []
@@ -31,7 +33,7 @@ class Simulated:
     def _graphs(self) -> list[fx.Graph]:
         """Every rank's graph, made for the first run: a plan for a thousand ranks needs only one of them."""
         if not self._local:
-            self._local = [lower(self._graph, self._mesh_shape, at) for at in coordinates(self._mesh_shape)]
+            self._local = [lower(self._graph, self._mesh_shape, at, self._random) for at in coordinates(self._mesh_shape)]
         return self._local
 
     def __call__(self, values: list[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from torch import fx
 from monoflow._torch import OpOverload
 from monoflow.capture.graph import last_uses
 from monoflow.lower.collectives import mesh_dim_of
+from monoflow.rng import DrawPiece
 
 functional: Any = torch.ops._c10d_functional
 
@@ -47,7 +48,7 @@ def run_lockstep(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Any]], me
             values[position] = [next(given) for given in waiting]
         else:
             arguments = [filled((node.args, node.kwargs), rank) for rank, node in enumerate(row)]
-            values[position] = _call(first.target, arguments, groups)
+            values[position] = _call([node.target for node in row], arguments, groups)
             del arguments
         for node in frees.get(first, ()):
             del values[place[node]]
@@ -57,9 +58,15 @@ def run_lockstep(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Any]], me
 def _rows(graphs: Sequence[fx.Graph]) -> list[tuple[fx.Node, ...]]:
     rows = list(zip(*(graph.nodes for graph in graphs), strict=True))
     for row in rows:
-        if any(node.op != row[0].op or node.target != row[0].target for node in row if node.op == "call_function"):
+        if any(node.op != row[0].op or not _same_target(node, row[0]) for node in row if node.op == "call_function"):
             raise ValueError(f"the ranks' graphs differ: {', '.join(dict.fromkeys(node.format_node() or node.name for node in row))}")
     return rows
+
+
+def _same_target(one: fx.Node, other: fx.Node) -> bool:
+    if isinstance(one.target, DrawPiece) and isinstance(other.target, DrawPiece):
+        return one.target.target == other.target.target
+    return one.target == other.target
 
 
 def _groups(mesh_shape: tuple[int, ...], dim: int) -> list[list[int]]:
@@ -69,13 +76,14 @@ def _groups(mesh_shape: tuple[int, ...], dim: int) -> list[list[int]]:
     return groups
 
 
-def _call(target: Any, arguments: list[tuple[tuple[Any, ...], dict[str, Any]]], groups: list[list[list[int]]]) -> Values:
+def _call(targets: list[Any], arguments: list[tuple[tuple[Any, ...], dict[str, Any]]], groups: list[list[list[int]]]) -> Values:
+    target = targets[0]
     if target is _WAIT:
         return [args[0] for args, _ in arguments]
     collective = _COLLECTIVES.get(target)
     if collective is None:
-        if isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags:
-            return _draw(target, arguments)
+        if isinstance(target, DrawPiece) or (isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags):
+            return _draw(targets, arguments)
         return [target(*args, **kwargs) for args, kwargs in arguments]
     results: Values = [None] * len(arguments)
     dim = mesh_dim_of(str(arguments[0][0][-1]))
@@ -85,12 +93,12 @@ def _call(target: Any, arguments: list[tuple[tuple[Any, ...], dict[str, Any]]], 
     return results
 
 
-def _draw(target: Any, arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Values:
+def _draw(targets: list[Any], arguments: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Values:
     generators = [*_generators(arguments[0])]
     before = [generator.get_state() for generator in generators]
     results: Values = []
     after: list[torch.Tensor] = []
-    for args, kwargs in arguments:
+    for target, (args, kwargs) in zip(targets, arguments, strict=True):
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
         results.append(target(*args, **kwargs))
