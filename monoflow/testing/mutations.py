@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import fx
 
 from monoflow._torch import operator_entries, unfrozen_generators
 from monoflow.errors import CaptureError, RuleError
 from monoflow.layout.call import Call
-from monoflow.layout.notation import parse
 from monoflow.layout.options import groups_of
 from monoflow.layout.table import rule_line
 from monoflow.testing.opinfo import cases_of
@@ -39,6 +39,12 @@ class Candidate:
     node: fx.Node
     values: list[torch.Tensor]
     line: str
+
+    @property
+    def cut(self) -> set[str]:
+        """The factors that the rule cuts, and that are long enough here to be."""
+        groups = groups_of(Call.of(self.node), self.line)
+        return {o.factor for group in groups for o in group.options if o.kind == "cut" and o.size > 1 and o.fits(2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +60,13 @@ class Mutation:
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def mutate(line: str, generator: random.Random) -> str | None:
-    """The line with one occurrence of a factor that may be cut changed into another one; None for a line without such a factor.
+def mutate(line: str, cut: set[str], generator: random.Random) -> str | None:
+    """The line with one occurrence of one of the factors `cut` changed into another factor; None for a line without such a factor.
 
     Occurrences of a factor that the line has once only are left alone: to rename them changes nothing.
     """
     body, _, options = line.partition(";")
-    rule = parse(line)
-    places = [m for m in _NAME.finditer(body) if m[0] not in rule.whole]
+    places = [m for m in _NAME.finditer(body) if m[0] in cut]
     names = sorted({m[0] for m in places})
     often = [m for m in places if sum(m[0] == other[0] for other in places) > 1]
     if not often:
@@ -85,11 +90,10 @@ def candidates(entries: int, generator: random.Random) -> Iterator[Candidate]:
                 target: Any = node.target
                 if line is None or str(target) in seen or torch.Tag.nondeterministic_seeded in target.tags or "empty" in str(target):
                     continue
-                if all(v.numel() for v in values) and any(
-                    o.kind == "cut" and o.size > 1 for o in groups_of(Call.of(node), line)[0].options
-                ):
+                candidate = Candidate(node, values, line)
+                if all(v.numel() for v in values) and candidate.cut:
                     seen.add(str(target))
-                    yield Candidate(node, values, line)
+                    yield candidate
 
 
 def judge(candidate: Candidate, changed: str) -> str:
@@ -107,7 +111,7 @@ def mutations(rules: int, entries: int, seed: int) -> Iterator[Mutation]:
     generator.shuffle(pool)
     made = 0
     for candidate in pool:
-        changed = mutate(candidate.line, generator)
+        changed = mutate(candidate.line, candidate.cut, generator)
         if changed is not None and made < rules:
             made += 1
             yield Mutation(str(candidate.node.target), candidate.line, changed, judge(candidate, changed))
@@ -126,11 +130,12 @@ def main() -> int:
     with unfrozen_generators():
         found = list(mutations(options.rules, options.entries, options.seed))
     for m in found:
-        table.add_row(m.op, m.line, m.changed, (m.caught.splitlines() or ["[red]NOT NOTICED"])[0][:70])
+        caught = escape(m.caught.splitlines()[0][:70]) if m.caught else "[red]NOT NOTICED"
+        table.add_row(m.op, escape(m.line), escape(m.changed), caught)
     console.print(table)
-    caught = sum(bool(m.caught) for m in found)
-    console.print(f"{caught} of {len(found)} changed rules were noticed (seed {options.seed})")
-    return int(caught < len(found) or len(found) < options.rules)
+    noticed = sum(bool(m.caught) for m in found)
+    console.print(f"{noticed} of {len(found)} changed rules were noticed (seed {options.seed})")
+    return int(noticed < len(found) or len(found) < options.rules)
 
 
 if __name__ == "__main__":

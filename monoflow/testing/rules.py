@@ -177,6 +177,7 @@ def _pieces(value: torch.Tensor, found: Layout, ranks: int) -> list[torch.Tensor
     if found != (Partial(),) or value.dtype == torch.bool:
         return [cut(value, found, (ranks,), at) for at in coordinates((ranks,))]
     generator = torch.Generator().manual_seed(0)
-    scale = max(float(value.abs().max()) if value.numel() else 1.0, 1e-3)
+    finite = value[torch.isfinite(value)]
+    scale = max(float(finite.abs().max()) if finite.numel() else 1.0, 1e-3)
     drawn = [(torch.randn(value.shape, generator=generator) * scale).to(value.dtype) for _ in range(ranks - 1)]
     return [*drawn, value - sum(drawn, torch.zeros_like(value))]
