@@ -157,8 +157,8 @@ def _value(case: Case, source: Any) -> Any:
     return source.value if source.kind == "constant" else case.arguments[source.index].detach().clone()
 
 
-def difference(got: torch.Tensor, wanted: torch.Tensor, relative: float = 2e-4) -> str:
-    """What is different, beyond rounding; empty where nothing is."""
+def difference(got: torch.Tensor, wanted: torch.Tensor, relative: float = 2e-4, added: float = 0.0) -> str:
+    """What is different, beyond rounding; empty where nothing is. `added` is the size of the terms of which `got` is the sum, if any."""
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"{got.dtype} {tuple(got.shape)} in place of {wanted.dtype} {tuple(wanted.shape)}"
     if not wanted.numel():
@@ -168,7 +168,8 @@ def difference(got: torch.Tensor, wanted: torch.Tensor, relative: float = 2e-4) 
     if wanted.is_floating_point() and wanted.element_size() == 1:
         got, wanted = got.float(), wanted.float()
     finite = wanted[torch.isfinite(wanted)]
-    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    scale = max(float(finite.abs().max()) if finite.numel() else 1.0, added)
+    relative = max(relative, 4 * torch.finfo(wanted.dtype).eps)
     close = torch.isclose(got, wanted, rtol=relative, atol=relative * 0.1 * max(scale, 1.0), equal_nan=True)
     if bool(close.all()):
         return ""

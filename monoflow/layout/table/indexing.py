@@ -60,6 +60,12 @@ def index_select(call: Call) -> str:
     return f"{whole}, {at if call.rank('self') else term(['1'] * call.rank('index'))} -> {part}; linear 0"
 
 
+def take(call: Call) -> str:
+    """Where the index points depends on the whole; the index itself may be cut."""
+    picked = term([f"i{k}" for k in range(call.rank("index"))])
+    return f"{term([f'{n}!' for n in letters(call.rank('self'), skip='i')])}, {picked} -> {picked}; linear 0"
+
+
 def _scattered(call: Call, source: str = "src", mark: str = "!") -> tuple[str, str]:
     """Terms of what is written to, and of the index and the source: dimensions in which all have one size may be cut."""
     names = letters(call.rank("self"))
@@ -163,6 +169,7 @@ RULES: dict[str, Entry] = {
     "embedding_dense_backward": embedding_backward,
     "gather": gather,
     "index.Tensor": index,
+    "take": take,
     "scatter_add": scatter_add,
     "scatter.src": scatter,
     "scatter.value": scatter_value,
