@@ -134,3 +134,19 @@ def fast_random(backend: str) -> list[float]:
 def test_fast_random_values_on_processes(backend: str) -> None:
     one, other = run_on(2, "tests.test_processes:fast_random", backend)
     assert one == other and len(set(one)) == 3
+
+
+def complex_numbers(dtype: torch.dtype) -> list[bool]:
+    """A reduction and a gathering of complex numbers."""
+    whole = torch.complex(*torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0), dtype=dtype.to_real()))
+    step = mf.graph(placement=mf.placement.all("cpu"), backend="aten", progress=False)(
+        lambda x: (x.sum(0), mf.to_global(x, sbp="B") * 2, mf.to_global(mf.to_global(x.sum(0), sbp="P"), sbp="S(0)"))
+    )
+    total, doubled, cut = step(whole.chunk(2)[_rank()])
+    found = [(total, whole.sum(0)), (doubled, 2 * whole), (cut.full_tensor(), whole.sum(0))]
+    return [torch.allclose(a, b) for a, b in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_numbers_travel(dtype: torch.dtype) -> None:
+    assert run_on(2, "tests.test_processes:complex_numbers", dtype) == [[True] * 3] * 2

@@ -234,15 +234,24 @@ class _Site:
         return self.emit.call(aten.reshape.default, value, [self.parts * first, *rest])
 
     def _carried(self, value: fx.Node) -> fx.Node:
-        carrier = _CARRIERS.get(value.meta["val"].dtype)
+        dtype = value.meta["val"].dtype
+        if dtype == torch.complex128:  # no dtype that backends know is as large
+            return self._numeric(value)
+        carrier = _CARRIERS.get(dtype)
         return value if carrier is None else self.emit.call(aten.view.dtype, value, carrier)
 
     def _numeric(self, value: fx.Node) -> fx.Node:
-        """Truth values as numbers, for the reductions."""
-        return self.emit.call(aten.view.dtype, value, torch.uint8) if value.meta["val"].dtype == torch.bool else value
+        """Truth values as numbers, complex numbers as pairs of real ones, for the reductions."""
+        dtype = value.meta["val"].dtype
+        if dtype.is_complex:
+            return self.emit.call(aten.view_as_real.default, value)
+        return self.emit.call(aten.view.dtype, value, torch.uint8) if dtype == torch.bool else value
 
     def _returned(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return value if value.meta["val"].dtype == dtype else self.emit.call(aten.view.dtype, value, dtype)
+        given = value.meta["val"].dtype
+        if dtype.is_complex and given == dtype.to_real():
+            return self.emit.call(aten.view_as_complex.default, self._contiguous(value))
+        return value if given == dtype else self.emit.call(aten.view.dtype, value, dtype)
 
     def _averaged(self, value: fx.Node, reduction: str) -> fx.Node:
         return self.emit.call(aten.div.Scalar, value, self.parts) if reduction == "mean" else value
