@@ -1,6 +1,7 @@
 """What a change of layout costs: bytes sent by one rank over bandwidth, plus latency, for each mesh dimension.
 
-The numbers only have to rank alternatives. Those of `cpu` are gloo's on one machine (benchmarks/collectives.py), those of `cuda` NVLink's.
+The numbers only have to rank alternatives. Those of `cpu` are gloo's on one machine (`python -m benchmarks.collectives`), those of `cuda`
+NVLink's.
 """
 
 from __future__ import annotations

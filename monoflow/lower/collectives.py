@@ -16,6 +16,7 @@ from torch import fx
 
 from monoflow.layout.moves import Move
 from monoflow.lower.emit import Emitter
+from monoflow.lower.ways import REDUCE_SCATTER
 from monoflow.sbp import Broadcast, Layout, Partial, Split, piece_bounds
 
 aten: Any = torch.ops.aten
@@ -108,6 +109,14 @@ def _cut(dim: int, mesh_dim: int, layout: Layout, shape: tuple[int, ...], mesh_s
 
 _COMMUNICATED = {"sum": "sum", "mean": "sum", "max": "max", "any": "max", "min": "min", "all": "min", "prod": "product"}
 
+_LOCALLY: dict[str, tuple[Any, bool]] = {
+    "sum": (aten.sum.dim_IntList, True),
+    "max": (aten.amax.default, False),
+    "min": (aten.amin.default, False),
+    "product": (aten.prod.dim_int, True),
+}
+"""Reduction -> (the op that combines the first dimension, whether it must be told the dtype of the result)."""
+
 _CARRIERS = {
     torch.bool: torch.uint8,
     torch.bfloat16: torch.float16,
@@ -188,12 +197,24 @@ class _Site:
             value = self._pad(value, cut.dim, 0, cut.longest * self.parts - cut.size)
         if cut.dim != 0:
             value = self._dim_to_rows(value, cut.dim)
-        value = self._communicate(
-            functional.reduce_scatter_tensor.default, self._contiguous(value), _COMMUNICATED[reduction], self.parts, self.group
-        )
+        value = self._sum_rows(self._contiguous(value), reduction)
         if not cut.even:
             value = self._narrow(value, cut.dim, 0, cut.bounds[1])
         return self._averaged(self._returned(value, dtype), reduction)
+
+    def _sum_rows(self, value: fx.Node, reduction: str) -> fx.Node:
+        """Every rank gets its part of the rows, combined over all ranks, in the way that is fastest on this device."""
+        tensor: torch.Tensor = value.meta["val"]
+        if REDUCE_SCATTER[tensor.device.type] == "reduce-scatter":
+            target = functional.reduce_scatter_tensor.default
+            return self._communicate(target, value, _COMMUNICATED[reduction], self.parts, self.group)
+        rows, *rest = self._shape(value)
+        lengths = [rows // self.parts] * self.parts
+        arrived = self._communicate(functional.all_to_all_single.default, value, lengths, lengths, self.group)
+        pieces = self.emit.call(aten.view.default, arrived, [self.parts, rows // self.parts, *rest])
+        combine, typed = _LOCALLY[_COMMUNICATED[reduction]]
+        dim: Any = 0 if combine is aten.prod.dim_int else [0]
+        return self.emit.call(combine, pieces, dim, **({"dtype": tensor.dtype} if typed else {}))
 
     def _communicate(self, target: Any, *args: Any) -> fx.Node:
         return self.emit.call(functional.wait_tensor.default, self.emit.call(target, *args))
