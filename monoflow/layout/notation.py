@@ -12,9 +12,9 @@ what has no factor is held whole.
     [a b]        a list of tensors, each of them `a b`
     +m n         an argument that is added: when the op sums over a factor that is cut, each rank must hold a term of it (P)
 
-Marks on a factor: `k!` must stay whole (so may `...!`); `k@` may be cut, but each rank needs to know where its piece starts
-(lower/pieces.py rewrites the call); `k+` no piece may be empty. A factor that results do not have is reduced: by a sum, unless
-said otherwise.
+Marks on a factor: `k!` must stay whole (so may `...!`); `k@` may be cut, no piece empty, but each rank needs to know where its
+piece starts (lower/pieces.py rewrites the call); `k+` no piece may be empty. A factor that results do not have is reduced: by a
+sum, unless said otherwise.
 
 After `;`, in any order: `max k`, `min k`, `prod k`, `any k`, `all k` name the reduction of a factor; `linear 0 | 1` says which arguments
 may hold partial sums (counted over the terms): those joined by spaces only all at once, the alternatives between `|` one at a time.

@@ -218,4 +218,4 @@ def _cut(rule: Rule, factor: str, size: int, inputs: list[_Flat], in_dims: _Dims
         else:
             layouts.append(partial_sum if term.added and reduced else broadcast)
     mark = ELLIPSIS if factor.startswith(ELLIPSIS) else factor
-    return Option("cut", tuple(layouts), tuple(outputs), factor, size, even, mark in rule.filled, mark in rule.offset)
+    return Option("cut", tuple(layouts), tuple(outputs), factor, size, even, mark in rule.filled | rule.offset, mark in rule.offset)

@@ -92,7 +92,7 @@ def check_call(node: fx.Node, values: list[torch.Tensor], line: str) -> Iterator
     for group in groups[:2]:  # of a list, the first index stands for all
         for option in group.options:
             for ranks in MESHES:
-                if option.kind != "whole" and option.fits(ranks) and not _adds_bytes(option, [values[i] for i in group.inputs]):
+                if option.kind != "whole" and option.fits(ranks) and _adds_numbers(option, [values[i] for i in group.inputs]):
                     error = _try(node, values, expected, group, option, ranks)
                     if error:
                         yield Fault(str(node.target), line, option, ranks, error)
@@ -134,7 +134,8 @@ def _try(node: fx.Node, values: list[torch.Tensor], expected: list[torch.Tensor]
         for index, (wanted, found) in enumerate(zip(expected, outputs, strict=True)):
             held = [r[index] for r in results]
             added = 10 * max((_largest(p) for p in [*held, *terms]), default=0.0) if isinstance(found[0], Partial) else 0.0
-            error = difference(assemble(held, found, (ranks,)), wanted, added=added)
+            coarsest = max((torch.finfo(v.dtype).eps for v in values if v.is_floating_point() or v.is_complex()), default=0.0)
+            error = difference(assemble(held, found, (ranks,)), wanted, max(2e-4, 4 * coarsest), added)
             if error:
                 return f"result {index}: {error}"
     except Exception as exc:
@@ -185,9 +186,10 @@ def _pieces(value: torch.Tensor, found: Layout, ranks: int) -> list[torch.Tensor
     return [*drawn, value - sum(drawn, torch.zeros_like(value))]
 
 
-def _adds_bytes(option: Option, values: list[torch.Tensor]) -> bool:
-    """True for sums of truth values or of float8, which are not what sums of numbers are."""
-    return any(isinstance(s, Partial) and v.element_size() == 1 for s, v in zip(option.inputs, values, strict=True))
+def _adds_numbers(option: Option, values: list[torch.Tensor]) -> bool:
+    """False for sums of truth values, of float8 and of unsigned numbers: drawn terms of these do not add up."""
+    added = [v.dtype for s, v in zip(option.inputs, values, strict=True) if isinstance(s, Partial)]
+    return all(d.itemsize > 1 and d not in (torch.uint16, torch.uint32, torch.uint64) for d in added)
 
 
 def _largest(value: torch.Tensor) -> float:
