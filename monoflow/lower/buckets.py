@@ -21,6 +21,9 @@ from monoflow.capture.graph import memory_of, written_nodes
 from monoflow.lower.emit import Emitter
 from monoflow.source import OpInfo
 
+JOINED_BYTES = 2**20
+"""From this size on a value is reduced by itself, where it is: to copy it into a bucket would take longer than to start a collective."""
+
 BUCKET_BYTES = 25 * 2**20
 """Size of a bucket: large enough that latency does not count, small enough that the first leaves early."""
 
@@ -62,10 +65,26 @@ def _reduce_in_place(graph: fx.Graph) -> None:
     sharing = Counter(memory_of(graph.nodes))
     for node in graph.find_nodes(op="call_function", target=_functional.all_reduce.default):
         value: Any = node.args[0]
-        fresh = value.op == "call_function" and len(value.users) == 1 and isinstance(value.meta["val"], torch.Tensor)
-        if fresh and sharing[storage_id(value.meta["val"])] == 1 and value.meta["val"].is_contiguous():
+        if value.meta["val"].is_contiguous() and _is_private(value, sharing[storage_id(value.meta["val"])]):
             node.target = _functional.all_reduce_.default
             node.meta["val"] = value.meta["val"]
+
+
+def _is_private(value: fx.Node, sharing: int) -> bool:
+    """True for memory that was made in the graph and that nobody sees but `value`, through a chain of views that nobody else uses.
+
+    `sharing` is the number of nodes that lie in it.
+    """
+    memory = storage_id(value.meta["val"])
+    seen = 0
+    while value.op == "call_function" and len(value.users) == 1:
+        seen += 1
+        source = value.args[0] if value.args else None
+        held = source.meta.get("val") if isinstance(source, fx.Node) else None
+        if not isinstance(held, torch.Tensor) or storage_id(held) != memory:
+            return seen == sharing
+        value = source  # type: ignore[assignment]
+    return False
 
 
 def _issue_early(graph: fx.Graph) -> None:
@@ -101,6 +120,8 @@ def _buckets(graph: fx.Graph, limit: int) -> list[list[fx.Node]]:
                 kind_of[node] = kind  # who uses what is waited for needs the bucket
         elif node.target is _functional.all_reduce.default:
             value = node.meta["val"]
+            if value.numel() * value.element_size() >= JOINED_BYTES:
+                continue
             kind = (node.args[1], node.args[2], value.dtype)
             kind_of[node] = kind
             opened = by_kind.setdefault(kind, _Open())
