@@ -24,8 +24,9 @@ def _is_cut(node: fx.Node) -> bool:
 
 
 def _reshaped(emit: Emitter, node: fx.Node, args: dict[str, Any]) -> fx.Node | None:
-    """A view of the whole may be a copy of a piece."""
-    if not _is_cut(node):
+    """A view of the whole may be a copy of a piece, and of a value that was gathered."""
+    whole = node.all_input_nodes[0].meta["val"]
+    if not _is_cut(node) and args["self"].meta["val"].stride() == whole.stride():
         return None
     return emit.call(aten.reshape.default, args["self"], args["size"])
 
