@@ -19,7 +19,8 @@ loss = train(x, y)          # forward, loss, backward, optimizer.step(), zero_gr
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,18 +29,29 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from monoflow.capture import StepGraph
 from monoflow.errors import StepError
-from monoflow.rewrite import Pass
+from monoflow.placement import Placement
+from monoflow.rewrite import OnLayout, Pass
+from monoflow.sbp import LayoutLike
 from monoflow.state import State
-from monoflow.step import Step
+from monoflow.step import Step, StepOptions, check_options, make_step
 
 
 class Config:
-    """Options of one graph, set before its first call: `backend` ("auto", "aten" or "inductor"), `passes`, `progress`."""
+    """Options of one graph, set before its first call; each means what it means for `mf.graph`."""
 
     def __init__(self) -> None:
+        self.placement: Placement | None = None
+        self.layout: Mapping[str, LayoutLike] = {}
+        self.inputs: LayoutLike | Mapping[str, LayoutLike] | None = None
+        self.sync: Literal["rank0", "error"] = "rank0"
+        self.random: Literal["exact", "fast"] = "exact"
         self.backend = "auto"
-        self.passes: list[Pass] = []
+        self.passes: list[Pass | OnLayout] = []
         self.progress = True
+
+    def options(self) -> StepOptions:
+        """They as `mf.graph` takes them."""
+        return StepOptions(**{**vars(self), "passes": tuple(self.passes)})
 
 
 class Graph:
@@ -169,8 +181,9 @@ class Graph:
     def _compiled_step(self) -> Step[..., Any]:
         if self._step is None:
             state = State([*self._modules.values(), *self._optimizers], [*self._modules, *[""] * len(self._optimizers)])
-            options = {"backend": self.config.backend, "passes": self.config.passes, "progress": self.config.progress}
-            step: Step[..., Any] = Step(self._whole_step, state, **options)
+            options = self.config.options()
+            check_options(options)
+            step: Step[..., Any] = make_step(self._whole_step, state, options)
             step.name = self.name
             self.__dict__["_step"] = step
         found: Step[..., Any] = self._step

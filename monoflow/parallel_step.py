@@ -7,11 +7,11 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-from torch import fx
+from torch import fx, nn
 
 from monoflow.agreement import fingerprint64, stable_text
 from monoflow.capture import is_capturing
-from monoflow.capture.graph import Captured, describe_node
+from monoflow.capture.graph import Captured, StepGraph, describe_node
 from monoflow.errors import RankError
 from monoflow.explain.plan import Plan, PlannedCollective, PlannedTensor
 from monoflow.layout.functionalize import functionalize
@@ -87,6 +87,22 @@ class ParallelStep(Step[P, R]):
         """The laid-out graph that a call with these arguments runs. Collective. Raises what a call would raise before it runs."""
         leaves, structure, rebuild = flatten((args, kwargs))
         return self._laid[self._agreed(leaves, structure, rebuild, args, kwargs).executor]
+
+    def graph_for(self, *args: P.args, **kwargs: P.kwargs) -> StepGraph:
+        """The laid-out graph over whole tensors that a call with these arguments runs. Collective; compiles and runs nothing.
+
+        `print_readable()` of it shows the user's line over each op, and how each value lies. Raises what a call would raise before it runs.
+        """
+        return self.laid_out(*args, **kwargs).captured.graph
+
+    def rank_graph_for(self, *args: P.args, **kwargs: P.kwargs) -> StepGraph:
+        """This rank's own graph, over its pieces and with its collectives; of simulated ranks that of the first.
+
+        Collective, as `graph_for`.
+        """
+        laid = self.laid_out(*args, **kwargs)
+        at = (0,) * laid.placement.ndim if self._parallel.simulated else self._parallel.coordinate
+        return StepGraph(nn.Module(), self._parallel.local_graph(laid, at))
 
     def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
         """What a call with these arguments does on a rank, without running it: layouts, collectives, bytes. Collective.

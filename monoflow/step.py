@@ -7,7 +7,7 @@ import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -243,10 +243,10 @@ def _difference(before: _Signature, now: _Signature, outer: list[str]) -> str:
     for name, old, new in zip(outer, before.variables, now.variables, strict=True):  # type: ignore[call-overload]
         if old != new:
             return f"outer variable `{name}`: {old!r} -> {new!r}"
-    for field in fields(_Signature):
-        old, new = getattr(before, field.name), getattr(now, field.name)
+    for part in fields(_Signature):
+        old, new = getattr(before, part.name), getattr(now, part.name)
         if old != new:
-            return f"{field.name}: {_first_difference(old, new)}"
+            return f"{part.name}: {_first_difference(old, new)}"
     return "which gradients are set on entry, or a number the step branches on"
 
 
@@ -302,25 +302,47 @@ def graph(
     The idea of a whole training job as one static graph over placed tensors is OneFlow's (nn.Graph, SBP).
     """
     owned = State(state)
-    parallel = None
-    if placement is not None:
-        from monoflow.parallel import Options, Parallel  # torch.distributed, which one device never needs
-
-        parallel = Parallel(Options(placement, dict(layout or {}), inputs, sync, random))
-        for name, given, known in (("sync", sync, ("rank0", "error")), ("random", random, ("exact", "fast"))):
-            if given not in known:
-                raise StepError(f"{name}={given!r}: choose {' or '.join(map(repr, known))}")
-    elif layout or inputs is not None:
-        raise StepError("layout= and inputs= say how tensors lie over ranks: give placement= as well")
+    options = StepOptions(placement, layout or {}, inputs, sync, random, backend, tuple(passes), progress)
+    check_options(options)
 
     def decorate(function: Callable[P, R]) -> Step[P, R]:
         if not callable(function):
             raise StepError(f"mf.graph decorates a function, got {type(function).__name__}")
-        if parallel is not None:
-            from monoflow.parallel_step import ParallelStep
-
-            return ParallelStep(function, owned, parallel, backend=backend, passes=passes, progress=progress)
-        plain = [p for p in passes if not isinstance(p, OnLayout)]  # one device has no layouts
-        return Step(function, owned, backend=backend, passes=plain, progress=progress)
+        return make_step(function, owned, options)
 
     return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What `mf.graph` takes beside the state; see there."""
+
+    placement: Placement | None = None
+    layout: Mapping[str, LayoutLike] = field(default_factory=dict)
+    inputs: LayoutLike | Mapping[str, LayoutLike] | None = None
+    sync: Literal["rank0", "error"] = "rank0"
+    random: Literal["exact", "fast"] = "exact"
+    backend: str = "auto"
+    passes: tuple[Pass | OnLayout, ...] = ()
+    progress: bool = True
+
+
+def check_options(options: StepOptions) -> None:
+    """Raises StepError for options that are not known, or make no sense on one device."""
+    for name, given, known in (("sync", options.sync, ("rank0", "error")), ("random", options.random, ("exact", "fast"))):
+        if given not in known:
+            raise StepError(f"{name}={given!r}: choose {' or '.join(map(repr, known))}")
+    if options.placement is None and (options.layout or options.inputs is not None):
+        raise StepError("layout= and inputs= say how tensors lie over ranks: give placement= as well")
+
+
+def make_step(function: Callable[P, R], state: State, options: StepOptions) -> Step[P, R]:
+    """A step on one device, or over the ranks of a placement."""
+    if options.placement is None:
+        plain = [p for p in options.passes if not isinstance(p, OnLayout)]  # one device has no layouts
+        return Step(function, state, backend=options.backend, passes=plain, progress=options.progress)
+    from monoflow.parallel import Options, Parallel  # torch.distributed, which one device never needs
+    from monoflow.parallel_step import ParallelStep
+
+    parallel = Parallel(Options(options.placement, dict(options.layout), options.inputs, options.sync, options.random))
+    return ParallelStep(function, state, parallel, backend=options.backend, passes=options.passes, progress=options.progress)

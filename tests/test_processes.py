@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import monoflow as mf
 from benchmarks.small_models import TENSOR_PARALLEL, batch
@@ -150,3 +151,38 @@ def complex_numbers(dtype: torch.dtype) -> list[bool]:
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 def test_complex_numbers_travel(dtype: torch.dtype) -> None:
     assert run_on(2, "tests.test_processes:complex_numbers", dtype) == [[True] * 3] * 2
+
+
+class _Counted(TorchDispatchMode):
+    """Bytes that a rank sends in the collectives that really run, by the formula of the bandwidth-optimal algorithms."""
+
+    UNITS: ClassVar = {"all_reduce": 2, "all_reduce_": 2, "all_to_all_single": 1, "reduce_scatter_tensor": 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.startswith("_c10d_functional::") and name.split("::")[1] in self.UNITS:
+            self.sizes.append((self.UNITS[name.split("::")[1]], args[0].numel() * args[0].element_size()))
+        return func(*args, **(kwargs or {}))
+
+
+def count_bytes(ranks: int) -> tuple[float, float, int]:
+    """(bytes sent for gradients, for scalars; bytes of the parameters) of a data parallel step."""
+    step, model, _ = _step("mlp", list(range(ranks)), {}, "adamw-fused")
+    pieces = [t.chunk(ranks)[_rank()] for t in batch("mlp", 2 * ranks)]
+    step(*pieces)
+    with _Counted() as counted:
+        step(*pieces)
+    share = (ranks - 1) / ranks
+    large, small = ([u * size * share for u, size in counted.sizes if (size > 8) is is_large] for is_large in (True, False))
+    return sum(large), sum(small), sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_send_twice_the_parameters(ranks: int) -> None:
+    for gradients, scalars, parameters in run_on(ranks, "tests.test_processes:count_bytes", ranks):
+        assert gradients == 2 * (ranks - 1) / ranks * parameters
+        assert 0 < scalars < 100

@@ -170,3 +170,42 @@ def test_fast_random_values_are_drawn_piece_by_piece() -> None:
     with simulate(2):
         local = step._parallel.local_graph(step.laid_out(torch.ones(8, 50)), (0,))
     assert max(n.meta["val"].numel() for n in local.nodes if isinstance(n.meta.get("val"), torch.Tensor)) == 200
+
+
+def test_graphs_print_lines_and_layouts() -> None:
+    model = build("mlp")
+    made = OPTIMIZERS["sgd"](model.parameters())
+    with simulate(2):
+        step = mf.graph(model, made, placement=Placement.all("cpu"), progress=False)(training_step(model, made))
+        whole = step.graph_for(*batch("mlp", 4)).print_readable(print_output=False)
+        own = step.rank_graph_for(*batch("mlp", 4)).print_readable(print_output=False)
+    assert "small_models.py:" in whole and "f32[4, 16] S(0)" in whole and "f32[5, 16] P" in whole
+    assert "small_models.py:" in own and "f32[2, 16] S(0)" in own and "_c10d_functional.all_reduce" in own
+
+
+def test_the_class_form_runs_over_ranks() -> None:
+    model = build("mlp")
+    inputs = batch("mlp", 6)
+    losses, expected = reference(model, "sgd", inputs, 2)
+
+    class Train(mf.nn.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = copy.deepcopy(model)
+            self.add_optimizer(OPTIMIZERS["sgd"](self.model.parameters()))
+            self.config.placement = Placement("cpu", [[0, 1]])
+            self.config.layout = {"fc1.*": ["B", "S(0)"]}
+            self.config.backend = "aten"
+
+        def build(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = self.model(x, y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            return loss
+
+    with simulate(2):
+        train = Train()
+        torch.manual_seed(5)
+        assert [float(train(*inputs)) for _ in range(2)] == pytest.approx(losses, rel=1e-5)
+    for got, wanted in zip(train.model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(got, wanted, atol=1e-6)

@@ -121,7 +121,7 @@ class StepGraph(fx.GraphModule):
         previous: OpInfo | None = None
         for node in self.graph.nodes:
             if node.op == "placeholder":
-                lines.append(f"    # {node.name}: {describe_value(node.meta.get('val'))}")
+                lines.append(f"    # {node.name}: {_described(node)}")
             elif node.op == "output":
                 lines.append(f"    return {node.args[0]}")
             else:
@@ -130,8 +130,17 @@ class StepGraph(fx.GraphModule):
                     lines.append("")
                     lines.extend(f"    # {line}" for line in info.lines())
                 previous = info
-                lines.append(f"    {node.name} = {format_call(node)}  # {describe_value(node.meta.get('val'))}")
+                lines.append(f"    {node.name} = {format_call(node)}  # {_described(node)}")
         return lines
+
+
+def _described(node: fx.Node) -> str:
+    """The value of a node, and what a later room has noted of it (how it lies over ranks)."""
+    return " ".join(filter(None, (describe_value(node.meta.get("val")), node.meta.get(NOTE))))
+
+
+NOTE = "note"
+"""Key in a node's meta of a text that is printed beside its value."""
 
 
 def describe_value(value: Any) -> str:

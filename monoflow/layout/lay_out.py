@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
-from monoflow.capture.graph import Captured
+from monoflow.capture.graph import NOTE, Captured
 from monoflow.errors import LayoutError
 from monoflow.layout.deduce import deduce
 from monoflow.layout.pins import Pins, input_layout, output_layout
 from monoflow.placement import Placement
-from monoflow.sbp import Layout, LayoutLike, layout
+from monoflow.sbp import Layout, LayoutLike, format_layout, layout
 
 PIN = "pin"
 """Key in a placeholder's meta under which a pass writes the layout that it shall have."""
@@ -64,10 +65,19 @@ def deduced(captured: Captured, placement: Placement, pins: Pins) -> LaidOut:
     placeholders = graph.find_nodes(op="placeholder")
     inputs = {node: node.meta[PIN] for node in placeholders if PIN in node.meta}
     deduce(graph, placement.shape, inputs, _pinned_outputs(captured, inputs, pins, placement.ndim))
+    for node in graph.nodes:
+        node.meta[NOTE] = _note(node.meta.get("layout"))
     found = tuple(inputs.get(node) for node in placeholders)
     (output,) = graph.find_nodes(op="output")
     captured.graph.recompile()
     return LaidOut(captured, placement, found, tuple(output.meta["needs"]))
+
+
+def _note(found: Any) -> str:
+    """A layout, or several, as text."""
+    if isinstance(found, list):
+        return "(" + ", ".join(map(_note, found)) + ")"
+    return "" if found is None else format_layout(found)
 
 
 def _shapes(captured: Captured) -> dict[str, tuple[int, ...]]:

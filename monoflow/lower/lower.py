@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload
-from monoflow.capture.graph import fake_mode_of_graph
+from monoflow.capture.graph import NOTE, fake_mode_of_graph
 from monoflow.cutting import narrowed
 from monoflow.layout.call import Call
 from monoflow.layout.cost import transfer_cost
@@ -64,6 +64,8 @@ class _Lowering:
 
     def _set(self, node: fx.Node, local: fx.Node) -> None:
         self.local[node] = local
+        if node.meta.get(NOTE):
+            local.meta[NOTE] = node.meta[NOTE]
         if "written" in node.meta and local.op == "call_function":
             local.meta["written"] = True
         if isinstance(node.meta.get("val"), torch.Tensor):
