@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.table import Table
 
 
@@ -99,6 +99,10 @@ class Plan:
         for (kind, found), number in count.items():
             table.add_row(kind, found, str(number), f"{held[kind, found]:,}")
         return table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Table]:
+        """What rich prints."""
+        return self.tables()
 
     def __str__(self) -> str:
         console = Console(width=140)
