@@ -209,3 +209,16 @@ def test_the_class_form_runs_over_ranks() -> None:
         assert [float(train(*inputs)) for _ in range(2)] == pytest.approx(losses, rel=1e-5)
     for got, wanted in zip(train.model.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(got, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "convnet"])
+def test_every_op_of_a_rank_knows_its_line(name: str) -> None:
+    model = build(name)
+    made = OPTIMIZERS["adamw"](model.parameters())
+    layout = TENSOR_PARALLEL.get(name, {})
+    with simulate(4):
+        placement = Placement("cpu", [[0, 1], [2, 3]])
+        step = mf.graph(model, made, placement=placement, layout=layout, progress=False)(training_step(model, made))
+        graph = step.rank_graph_for(*batch(name, 8)).graph
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    assert [n for n in calls if "op" not in n.meta or n.meta["op"].user is None] == []

@@ -55,12 +55,15 @@ class _Lowering:
             if node.op == "placeholder":
                 self._set(node, self._placeholder(node))
             elif node.op == "output":
-                needs = node.meta["needs"]
-                outputs = [self.local[n] if need is None else self._as(n, need) for n, need in zip(node.args[0], needs, strict=True)]
+                outputs = [self._output(n, need) for n, need in zip(node.args[0], node.meta["needs"], strict=True)]
                 self.emit.graph.output(tuple(outputs))
             else:
                 self._set(node, self._call(node))
         return self.emit.graph
+
+    def _output(self, node: fx.Node, need: Layout | None) -> fx.Node:
+        self.emit.info = node.meta.get("op")
+        return self.local[node] if need is None else self._as(node, need)
 
     def _set(self, node: fx.Node, local: fx.Node) -> None:
         self.local[node] = local
