@@ -15,8 +15,7 @@ from monoflow.step import Step, graph
 from monoflow.world import simulate
 
 if TYPE_CHECKING:
-    from monoflow.factories import arange, empty, full, ones, rand, randint, randn, tensor, zeros
-    from monoflow.global_tensor import distribute, to_global, to_local
+    from monoflow.eager import arange, distribute, empty, full, ones, rand, randint, randn, tensor, to_global, to_local, zeros
 
 __version__ = "0.1.0"
 
@@ -48,16 +47,15 @@ __all__ = [
     "zeros",
 ]
 
-_LAZY = {
-    **dict.fromkeys(("distribute", "to_global", "to_local"), "monoflow.global_tensor"),
-    **dict.fromkeys(("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"), "monoflow.factories"),
-}
+_EAGER = frozenset(
+    ("arange", "distribute", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "to_global", "to_local", "zeros")
+)
 """Names that need torch.distributed.tensor, whose import takes a second that a step on one device does without."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _EAGER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
+    from monoflow import eager
 
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    return getattr(eager, name)

@@ -203,3 +203,12 @@ def unfrozen_generators() -> Iterator[None]:
 
     with mock.patch.object(common_methods_invocations, "wrapper_set_seed", lambda op, *args, **kwargs: op(*args, **kwargs)):
         yield
+
+
+def has_sharding_rule(target: OpOverload) -> bool:
+    """Whether DTensor knows how to lay out an op; only its propagator knows for which ops it does."""
+    from torch.distributed.tensor import DTensor
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    tables = (propagator.op_to_rules, propagator.op_strategy_funcs, propagator.op_single_dim_strategy_funcs)
+    return any(target in table for table in tables)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import monoflow as mf
@@ -214,3 +215,44 @@ def test_an_op_without_a_rule_warns_once() -> None:
         step = mf.graph(placement=mf.placement.all("cpu"), progress=False)(lambda x: torch.histc(x, 4) + torch.histc(x, 4, 0, 9))
         step(torch.randn(4))
     assert len([w for w in caught if "histc" in str(w.message)]) == 1
+
+
+EAGER_OPS: dict[str, Any] = {
+    "cdist": (lambda a, b: torch.cdist(a, b), [(6, 4), (5, 4)]),
+    "addbmm": (lambda a, b, c: torch.addbmm(a, b, c), [(6, 4), (2, 6, 3), (2, 3, 4)]),
+    "mv": (lambda a, b: torch.mv(a, b), [(6, 4), (4,)]),
+    "reflect": (lambda a: F.pad(a, (2, 1), mode="reflect"), [(4, 6, 5)]),
+    "hardswish": (lambda a: F.hardswish(a), [(6, 4)]),
+    "mish": (lambda a: F.mish(a), [(6, 4)]),
+    "avg_pool2d": (lambda a: F.avg_pool2d(a, 2), [(2, 3, 6, 4)]),
+    "complex": (lambda a, b: torch.complex(a, b).real, [(6, 4), (6, 4)]),
+}
+
+
+def eager_ops() -> dict[str, str]:
+    """Ops for which DTensor has no rule, under layouts of their arguments: what came out wrong."""
+    placement = mf.placement.all("cpu")
+    wrong = {}
+    generator = torch.Generator().manual_seed(0)
+    for name, (function, shapes) in EAGER_OPS.items():
+        whole = [torch.randn(s, generator=generator) for s in shapes]
+        for sbp in ("S(0)", "S(1)", "B"):
+            given = [w.clone().requires_grad_() for w in whole]
+            wanted = function(*given)
+            wanted.square().sum().backward()
+            pieces = [mf.distribute(w, placement, sbp if w.dim() > 1 else "B").detach().requires_grad_() for w in whole]
+            try:
+                got = function(*pieces)
+                got.square().sum().backward()
+                right = torch.allclose(got.full_tensor(), wanted, atol=1e-5)
+                right = right and all(torch.allclose(p.grad.full_tensor(), w.grad, atol=1e-5) for p, w in zip(pieces, given, strict=True))
+            except Exception as exc:
+                right, wrong[f"{name} {sbp} raised"] = False, f"{type(exc).__name__}: {exc}"
+            if not right:
+                wrong[f"{name} {sbp}"] = "differs"
+    return wrong
+
+
+def test_eager_ops_without_a_rule_of_pytorch_have_ours() -> None:
+    for wrong in run_on(2, "tests.test_global_tensors:eager_ops"):
+        assert wrong == {}

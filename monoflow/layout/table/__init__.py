@@ -5,6 +5,7 @@ Op -> a line, or a function from a call to its line. Looked up here, written in 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import torch
@@ -49,6 +50,16 @@ registered: Rules = {}
 def has_own_rule(name: str) -> bool:
     """True for an op with an entry of its own, by its name as in the tables."""
     return name in _RULES or name in registered
+
+
+def named_overloads() -> Iterator[OpOverload]:
+    """The overloads of PyTorch's own ops that the tables name."""
+    for key in _RULES:
+        base, _, overload = key.partition(".")
+        packet = getattr(torch.ops.aten, base, None) if "::" not in key else None
+        for name in packet.overloads() if packet is not None else ():
+            if not overload or name == overload:
+                yield getattr(packet, name)
 
 
 def find_entry(target: OpOverload) -> Entry | None:
