@@ -47,6 +47,8 @@ def assemble(pieces: Sequence[torch.Tensor], found: Layout, mesh_shape: Sequence
         return torch.cat(parts, sbp.dim)
     if not isinstance(sbp, Partial):
         return parts[0]
+    if parts[0].dtype == torch.complex32:  # PyTorch adds none of these on the CPU
+        return assemble([p.to(torch.complex64) for p in parts], found[:1], mesh_shape[:1]).to(torch.complex32)
     stacked = torch.stack(parts)
     match sbp.reduction:
         case "sum":
