@@ -292,7 +292,7 @@ def main() -> None:
         progress.stop()
 
     if placement is not None and stop > start:
-        console.print(train.plan(x, y))  # type: ignore[attr-defined]
+        console.print(str(train.plan(x, y)), markup=False, soft_wrap=True)  # type: ignore[attr-defined]
     if stop > start:
         console.print(f"\n{stop - start} steps in {time.perf_counter() - began:.0f} s, the first in {first_step:.1f} s")
     else:

@@ -55,9 +55,4 @@ def test_the_same_losses_on_two_processes(text: Path, tmp_path: Path) -> None:
     printed, two = train(text, tmp_path / "two", ranks=2)
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5)
     assert [v for _, v in two["held_out"]] == pytest.approx([v for _, v in one["held_out"]], rel=1e-5)
-    assert (
-        "communication in a step" in printed
-        and "all-reduce" in printed
-        and "PlannedTensor" not in printed
-        and (tmp_path / "two" / "loss.png").exists()
-    )
+    assert "all-reduce" in printed and "PlannedTensor" not in printed and (tmp_path / "two" / "loss.png").exists()
