@@ -21,7 +21,7 @@ from monoflow.capture.graph import memory_of, written_nodes
 from monoflow.lower.emit import Emitter
 from monoflow.source import OpInfo
 
-JOINED_BYTES = 2**20
+JOINED_BYTES = 2 * 2**20
 """From this size on a value is reduced by itself, where it is: to copy it into a bucket would take longer than to start a collective."""
 
 BUCKET_BYTES = 25 * 2**20
