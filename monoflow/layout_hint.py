@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import library
 
-NAME = "monoflow::layout_hint"
-
-_library = torch.library.Library("monoflow", "DEF")
+_library = library.Library("monoflow", "DEF")
 _library.define("layout_hint(Tensor self, str[] sbp) -> Tensor")
 _library.impl("layout_hint", lambda x, sbp: x.clone(), "CompositeExplicitAutograd")
 

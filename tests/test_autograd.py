@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import library, nn
 from torch.autograd.function import once_differentiable
-from torch.library import custom_op
 from twins import Setup, assert_same, compare
 
 import monoflow as mf
@@ -533,7 +532,7 @@ def test_custom_autograd_functions() -> None:
     compare(using(body), batches())
 
 
-@custom_op("monoflow_tests::scaled_sine", mutates_args=())
+@library.custom_op("monoflow_tests::scaled_sine", mutates_args=())
 def scaled_sine(x: torch.Tensor, scale: float) -> torch.Tensor:
     return torch.from_numpy(x.detach().numpy().copy()).sin_().mul_(scale)
 
@@ -551,7 +550,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 scaled_sine.register_autograd(lambda ctx, g: (g * ctx.saved_tensors[0].cos() * ctx.scale, None), setup_context=_save)
 
 
-@custom_op("monoflow_tests::count_up", mutates_args=("counter",))
+@library.custom_op("monoflow_tests::count_up", mutates_args=("counter",))
 def count_up(counter: torch.Tensor) -> None:
     counter += 1
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 import monoflow as mf
 from tests.parallel_models import build
@@ -182,7 +182,7 @@ def test_a_layout_pass_changes_layouts() -> None:
         laid.layout("nothing")
 
 
-@torch.library.custom_op("monoflow_tests::row_norm", mutates_args=())
+@library.custom_op("monoflow_tests::row_norm", mutates_args=())
 def row_norm(x: Tensor) -> Tensor:
     return x / x.norm(dim=1, keepdim=True)
 
@@ -192,7 +192,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("monoflow_tests::shift", mutates_args=())
+@library.custom_op("monoflow_tests::shift", mutates_args=())
 def shift(x: Tensor) -> Tensor:
     return x.roll(1)
 

@@ -13,7 +13,7 @@ from monoflow.schema import tensor_arguments
 
 
 def register_rule(op: str, rule: Entry) -> None:
-    """Gives a custom op a layout rule, for every step of this process that is made from here on (as torch.library registers ops).
+    """Gives a custom op a layout rule, for every step of this process that is made from here on (as custom ops themselves are registered).
 
     Args:
         op: `"my_library::my_op"` for all overloads, `"my_library::my_op.overload"` for one.
