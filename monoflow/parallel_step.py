@@ -116,18 +116,19 @@ class ParallelStep(Step[P, R]):
     def _agreed(self, leaves: list[Any], structure: Hashable, rebuild: Rebuild, args: Any, kwargs: Any) -> _Known:
         """The graph of a call that is the same call on every rank. Raises RankError on all of them where it is not."""
         parallel = self._parallel
-        mark, refused = self._mark(leaves, structure)
-        known = self._known.get(mark)
-        if known is not None:
-            known.executor.bind(self._scan())  # other tensors with the same metadata, such as load_state_dict leaves behind
-            if not known.executor.accepts(leaves):
-                known = None
+        mark, numbers, known, refused = 0, 0, None, None
+        try:
+            inventory = self._scan()
+            mark = self._mark(inventory, leaves, structure)
+            numbers = hash((*(n.read() for n in inventory.numbers), *(leaf for leaf in leaves if isinstance(leaf, float))))
+            known = self._known_for(mark, inventory, leaves)
+        except Exception as exc:
+            if parallel.agreement is None:
+                raise
+            refused = exc  # the other ranks wait to be told
         if parallel.agreement is None:
-            if refused is not None:
-                raise refused
             return known or self._agree(mark, leaves, structure, rebuild, args, kwargs)
         serial = -1 if known is None else known.serial
-        numbers = hash((self._numbers(), tuple(leaf for leaf in leaves if isinstance(leaf, float))))
         table = parallel.agreement.exchange(
             (mark, serial, numbers, refused is not None, parallel.generator_mark(None if known is None else known.executor))
         )
@@ -140,21 +141,22 @@ class ParallelStep(Step[P, R]):
             return known
         return self._agree(mark, leaves, structure, rebuild, args, kwargs)
 
-    def _mark(self, leaves: list[Any], structure: Hashable) -> tuple[int, Exception | None]:
-        """64 bits of this rank's own signature; the exception if the arguments cannot have one."""
-        try:
-            inventory = self._scan()
-            if self._marked is None or self._marked[0] is not inventory:
-                self._marked = (inventory, fingerprint64(stable_text(inventory.key)))
-            key = (self._marked[1], structure, arguments_key(leaves, inventory.names), _surroundings(), self._variables())
-            if key not in self._marks:
-                self._marks[key] = fingerprint64(stable_text(key))
-            return self._marks[key], None
-        except Exception as exc:
-            return 0, exc
+    def _mark(self, inventory: Inventory, leaves: list[Any], structure: Hashable) -> int:
+        """64 bits of this rank's own signature. Raises what is wrong with the arguments."""
+        if self._marked is None or self._marked[0] is not inventory:
+            self._marked = (inventory, fingerprint64(stable_text(inventory.key)))
+        key = (self._marked[1], structure, arguments_key(leaves, inventory.names), _surroundings(), self._variables())
+        if key not in self._marks:
+            self._marks[key] = fingerprint64(stable_text(key))
+        return self._marks[key]
 
-    def _numbers(self) -> tuple[int | float, ...]:
-        return tuple(number.read() for number in self._scan().numbers)
+    def _known_for(self, mark: int, inventory: Inventory, leaves: list[Any]) -> _Known | None:
+        """The graph of an earlier call with this mark, if it will do for this one."""
+        known = self._known.get(mark)
+        if known is None:
+            return None
+        known.executor.bind(inventory)  # other tensors with the same metadata, such as load_state_dict leaves behind
+        return known if known.executor.accepts(leaves) else None
 
     def _numbers_differ(self, leaves: list[Any]) -> None:
         assert self._parallel.agreement is not None
@@ -185,7 +187,7 @@ class ParallelStep(Step[P, R]):
             self._call = call
             executor = self._make(signature, call.whole, rebuild)
         known = _Known(executor, self._serials[executor], call, marks)
-        self._known[self._mark(leaves, structure)[0]] = known
+        self._known[self._mark(self._scan(), leaves, structure)] = known
         parallel.note_generators([])
         return known
 

@@ -73,6 +73,15 @@ def _later_number() -> None:
     step(*batch("mlp", 4))
 
 
+def _module_without_a_shape() -> None:
+    """At a later call, on one rank: a state that cannot be scanned."""
+    step, model = _step()
+    step(*batch("mlp", 4))
+    if _rank() == 1:
+        model.late = torch.nn.LazyLinear(3)
+    step(*batch("mlp", 4))
+
+
 CASES: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "rank that is not there": ("PlacementError", "rank(s) [5] do not exist", lambda: mf.placement("cpu", [0, 5])),
     "rank named twice": ("PlacementError", "rank(s) [0, 1] are named twice", lambda: mf.placement("cpu", [[0, 1], [1, 0]])),
@@ -121,6 +130,7 @@ CASES: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "other device": ("PlacementError", "argument inputs.0 is on meta", _only_later(lambda b: [b[0].to("meta"), b[1]])),
     "other length of one argument": ("ValueError", "batch_size (7)", _only_later(lambda b: [b[0][:3], b[1]])),
     "other learning rate": ("RankError", "lr", _later_number),
+    "other module later": ("StepError", "lazy parameters without a shape", _module_without_a_shape),
     "inputs that do not fit": ("SbpError", "S(5)", lambda: _step(inputs="S(5)")[0](*batch("mlp", 4))),
 }
 
