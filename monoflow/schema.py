@@ -60,6 +60,7 @@ _TWINS = {
     _aten.fill_.Scalar: _aten.fill.Scalar,
     _aten.squeeze_.default: _aten.squeeze.default,
     _aten.transpose_.default: _aten.transpose.int,
+    _aten.native_batch_norm.default: _aten._native_batch_norm_legit_functional.default,  # its statistics, see layout/functionalize.py
     _aten._native_batch_norm_legit.default: _aten._native_batch_norm_legit_functional.default,
     _aten._batch_norm_with_update.default: _aten._batch_norm_with_update_functional.default,
     _aten.rrelu_with_noise.default: _aten.rrelu_with_noise_functional.default,

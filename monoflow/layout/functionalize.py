@@ -135,12 +135,12 @@ class _Functional:
 
     def _call(self, node: fx.Node) -> None:
         target: Any = node.target
-        written = written_nodes(node)
         if target in _COPIES:
             made = self._emit(_COPIES[target], self._map(node.args), self._map(node.kwargs))
             self._know(node, made)
             return
-        if written or node.target in _HIDDEN_WRITES:
+        written = _written_by(node)
+        if written:
             self._write(node, written)
             return
         args, kwargs = self._map(node.args), self._map(node.kwargs)
@@ -178,9 +178,6 @@ class _Functional:
         target: Any = node.target
         if torch.Tag.inplace_view in target.tags:
             self._change_view(node, written[0])
-            return
-        if node.target in _HIDDEN_WRITES:
-            self._hidden_write(node)
             return
         results = self._functional(node, written)
         own, others = results[: len(results) - len(written)], results[len(results) - len(written) :]
@@ -295,22 +292,6 @@ class _Functional:
         family = self.family[written]
         self.family[node], self.version[node] = family, self.versions[family]
 
-    def _hidden_write(self, node: fx.Node) -> None:
-        """native_batch_norm updates its running statistics, though its schema does not say so."""
-        bound = bind_arguments(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
-        target: Any = node.target
-        statistics = [bound["running_mean"], bound["running_var"]]
-        args = self._map(node.args)
-        if not bound["training"] or not all(isinstance(s, fx.Node) for s in statistics):
-            made = self.new.call_function(target, args, self._map(node.kwargs), name=node.name)
-            made.meta.update(node.meta)
-            self.made[node] = made
-            return
-        made = self._emit(_aten._native_batch_norm_legit_functional.default, tuple(self._map(list(bound.values()))), {})
-        for index, value in enumerate(statistics):
-            self._overwrite(value, self._emit(operator.getitem, (made, 3 + index), {}))
-        self.made[node] = made
-
 
 _COPIES: dict[Any, Any] = {
     _aten._conj.default: _aten._conj_physical.default,
@@ -318,8 +299,6 @@ _COPIES: dict[Any, Any] = {
     _aten._efficientzerotensor.default: _aten.zeros.default,
 }
 """Ops that only mark their result -> ops that compute it: a mark would not survive a collective."""
-
-_HIDDEN_WRITES = (_aten.native_batch_norm.default,)
 
 _Inverse = Callable[[dict[str, Any], fx.Node, fx.Node], tuple[Any, tuple[Any, ...], dict[str, Any]]]
 
@@ -362,6 +341,15 @@ _INVERSES: dict[Any, _Inverse] = {
     _aten.view_as_complex.default: lambda bound, whole, part: (_aten.view_as_real.default, (part,), {}),
 }
 """View -> the op that puts what was written through it back."""
+
+
+def _written_by(node: fx.Node) -> list[fx.Node]:
+    """What an op writes to. native_batch_norm updates its running statistics, though its schema does not say so."""
+    if node.target is not _aten.native_batch_norm.default:
+        return written_nodes(node)
+    bound = bind_arguments(node.target, node.args, node.kwargs)
+    statistics = [bound["running_mean"], bound["running_var"]]
+    return statistics if bound["training"] and all(isinstance(s, fx.Node) for s in statistics) else []
 
 
 def _is_result_of_write(node: fx.Node) -> bool:
