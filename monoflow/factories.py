@@ -107,4 +107,4 @@ def _drawn(
     drawn = draw(piece_of(shape, found, placement.shape, at)[1], generator=generator, **options)
     if any(isinstance(s, Partial) and place for s, place in zip(found, at, strict=True)):
         drawn = torch.zeros_like(drawn)  # the first rank's is the whole sum
-    return from_own_piece(drawn, placement, found, shape)
+    return from_own_piece(drawn, placement, found, torch.empty(shape, device="meta"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -61,18 +61,11 @@ def distribute(whole: Any, placement: Placement, sbp: Any = None) -> Any:
     if isinstance(whole, DTensor):
         raise PlacementError("mf.distribute takes a whole value, this tensor is global already: mf.to_global gives it another layout")
     at = placement.coordinate(current_world().rank or 0)
-    mesh, placements = placement.mesh(), to_placements(found)
-    if at is None:
-        return DTensor.from_local(whole.new_empty((0,)), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-    if whole.requires_grad and torch.is_grad_enabled() and not any(isinstance(s, Partial) for s in found):
-        return DTensor.from_local(whole, mesh, [Replicate()] * placement.ndim, run_check=False).redistribute(placements=placements)
-    piece = cut(whole.detach(), found, placement.shape, at)
-    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=whole.shape, stride=_dense_stride(whole))
-
-
-def _dense_stride(whole: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a copy of the tensor."""
-    return torch.empty_like(whole, device="meta").stride()
+    if at is not None and whole.requires_grad and torch.is_grad_enabled() and not any(isinstance(s, Partial) for s in found):
+        held = DTensor.from_local(whole, placement.mesh(), [Replicate()] * placement.ndim, run_check=False)
+        return held.redistribute(placements=to_placements(found))
+    piece = whole.detach() if at is None else cut(whole.detach(), found, placement.shape, at)
+    return from_own_piece(piece, placement, found, torch.empty_like(whole, device="meta"))
 
 
 def _distribute_module(module: M, placement: Placement, patterns: Mapping[str, LayoutLike]) -> M:
@@ -152,15 +145,15 @@ def _from_piece(piece: torch.Tensor, placement: Placement, sbp: LayoutLike | Non
             f"mf.to_global: the pieces of {format_layout(found)} are not cut as torch.chunk cuts {whole}: {_by_rank(ranks, shapes)}. "
             "Every piece but the last ones has the same length."
         )
-    return from_own_piece(piece.contiguous(), placement, found, whole)
+    return from_own_piece(piece.contiguous(), placement, found, torch.empty(whole, device="meta"))
 
 
-def from_own_piece(piece: torch.Tensor, placement: Placement, found: Layout, shape: Sequence[int]) -> torch.Tensor:
-    """A global tensor of the whole `shape`, of which this rank holds `piece`, without a check. Gradients flow to the piece."""
+def from_own_piece(piece: torch.Tensor, placement: Placement, found: Layout, whole: torch.Tensor) -> torch.Tensor:
+    """A global tensor of which this rank holds `piece`, without a check; `whole` has its shape and strides. Gradients flow to the piece."""
     if placement.coordinate(current_world().rank or 0) is None:
         piece = piece.new_empty((0,))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(piece, placement.mesh(), to_placements(found), run_check=False, shape=torch.Size(shape), stride=stride)
+    mesh, placements = placement.mesh(), to_placements(found)
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _check_pieces(shapes: list[tuple[int, ...]], found: Layout, ranks: list[int]) -> None:

@@ -33,7 +33,7 @@ from monoflow.placement import Placement
 from monoflow.rewrite import OnLayout, Pass
 from monoflow.sbp import LayoutLike
 from monoflow.state import State
-from monoflow.step import Step, StepOptions, check_options, make_step
+from monoflow.step import Step, StepOptions, make_step
 
 
 class Config:
@@ -181,9 +181,7 @@ class Graph:
     def _compiled_step(self) -> Step[..., Any]:
         if self._step is None:
             state = State([*self._modules.values(), *self._optimizers], [*self._modules, *[""] * len(self._optimizers)])
-            options = self.config.options()
-            check_options(options)
-            step: Step[..., Any] = make_step(self._whole_step, state, options)
+            step: Step[..., Any] = make_step(self._whole_step, state, self.config.options())
             step.name = self.name
             self.__dict__["_step"] = step
         found: Step[..., Any] = self._step

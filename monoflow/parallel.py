@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,31 +23,17 @@ from monoflow.lower.buckets import bucket
 from monoflow.lower.inplace import restore_inplace
 from monoflow.lower.lower import lower
 from monoflow.placement import Placement
-from monoflow.rewrite import OnLayout, apply_layout_passes
-from monoflow.rng import Random
+from monoflow.rewrite import apply_layout_passes
 from monoflow.run import Executor
 from monoflow.run.distribute import distribute_state
 from monoflow.run.groups import bind_groups
 from monoflow.run.pieces import GlobalOutput, is_whole, local_piece
 from monoflow.run.simulate import Simulated
-from monoflow.sbp import Layout, LayoutLike, Split, broadcast, format_layout, layout, match_layouts, of
+from monoflow.sbp import Layout, Split, broadcast, format_layout, layout, match_layouts, of
 from monoflow.state import Inventory, State
+from monoflow.step import StepOptions
 from monoflow.tree import is_global
 from monoflow.world import current_world
-
-Sync = Literal["rank0", "error"]
-InputLayouts = LayoutLike | Mapping[str, LayoutLike] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the user says about a step's ranks; see `mf.graph`."""
-
-    placement: Placement
-    layout: Mapping[str, LayoutLike] = field(default_factory=dict)
-    inputs: InputLayouts = None
-    sync: Sync = "rank0"
-    random: Random = "exact"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +63,8 @@ class _Leaf:
 class Parallel:
     """The ranks of one step."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: StepOptions) -> None:
+        assert options.placement is not None
         self.options = options
         self.placement = options.placement
         self.simulated = current_world().rank is None
@@ -289,9 +276,9 @@ class Parallel:
         with self.together():
             return in_order(captured, first)
 
-    def lay_out(self, captured: Captured, inventory: Inventory, call: Call, passes: Iterable[OnLayout] = ()) -> LaidOut:
+    def lay_out(self, captured: Captured, inventory: Inventory, call: Call) -> LaidOut:
         pins = self.pins(inventory, call)
-        return apply_layout_passes(lay_out(captured, self.placement, pins), passes, pins)
+        return apply_layout_passes(lay_out(captured, self.placement, pins), self.options.layout_passes, pins)
 
     def local_graph(self, laid: LaidOut, coordinate: tuple[int, ...]) -> fx.Graph:
         """One rank's graph, ready to be compiled but for the names of its process groups."""

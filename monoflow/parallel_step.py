@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,11 +19,10 @@ from monoflow.layout.lay_out import LaidOut
 from monoflow.lower.traffic import collectives_of
 from monoflow.parallel import Call, Parallel
 from monoflow.progress import Progress
-from monoflow.rewrite import OnLayout, Pass
 from monoflow.run import Executor
 from monoflow.sbp import format_layout
 from monoflow.state import Inventory, State
-from monoflow.step import Step, _surroundings
+from monoflow.step import Step, StepOptions, _surroundings
 from monoflow.tree import Rebuild, arguments_key, flatten, leaf_names
 
 P = ParamSpec("P")
@@ -47,16 +46,10 @@ class ParallelStep(Step[P, R]):
         self,
         function: Callable[P, R],
         state: State,
-        parallel: Parallel,
-        *,
-        backend: str = "auto",
-        passes: Iterable[Pass | OnLayout] = (),
-        progress: bool = True,
+        options: StepOptions,
     ) -> None:
-        passes = tuple(passes)
-        super().__init__(function, state, backend=backend, passes=[p for p in passes if not isinstance(p, OnLayout)], progress=progress)
-        self._layout_passes = tuple(p for p in passes if isinstance(p, OnLayout))
-        self._parallel = parallel
+        super().__init__(function, state, backend=options.backend, passes=options.graph_passes, progress=options.progress)
+        self._parallel = Parallel(options)
         self._known: dict[Hashable, _Known] = {}
         self._serials: dict[Executor, int] = {}
         self._laid: dict[Executor, LaidOut] = {}
@@ -80,8 +73,7 @@ class ParallelStep(Step[P, R]):
         return result
 
     def _like(self, function: Callable[..., R]) -> ParallelStep[..., R]:
-        options = {"backend": self._given_backend, "passes": (*self.passes, *self._layout_passes), "progress": self.progress}
-        return ParallelStep(function, self._state, Parallel(self._parallel.options), **options)  # type: ignore[arg-type]
+        return ParallelStep(function, self._state, self._parallel.options)
 
     def laid_out(self, *args: P.args, **kwargs: P.kwargs) -> LaidOut:
         """The laid-out graph that a call with these arguments runs. Collective. Raises what a call would raise before it runs."""
@@ -212,7 +204,7 @@ class ParallelStep(Step[P, R]):
         inventory = self._scan()
         progress.room("layout")
         with parallel.together():
-            laid = parallel.lay_out(captured, inventory, self._call, self._layout_passes)
+            laid = parallel.lay_out(captured, inventory, self._call)
         if parallel.agreement is not None:
             parallel.agreement.check_equal("the graph of the step", plan_text(laid))
         progress.room("lowering")

@@ -106,8 +106,7 @@ def layout(given: LayoutLike, mesh_dims: int, tensor_dims: int | None = None) ->
 
     With `tensor_dims`, split dimensions are checked and negative ones counted from the end. Raises SbpError.
     """
-    items = [given] if isinstance(given, str | Split | Broadcast | Partial) else list(given)
-    found = tuple(parse(item) for item in items)
+    found = _parsed(given)
     if len(found) != mesh_dims:
         wanted = "one SBP for each dimension of the placement"
         raise SbpError(f"{format_layout(found)} has {len(found)} SBP(s), the placement has {mesh_dims} dimension(s): give {wanted}")
@@ -125,8 +124,12 @@ def _checked(sbp: Sbp, tensor_dims: int) -> Sbp:
 
 def listed(given: LayoutLike) -> list[str]:
     """What the user wrote as a list of texts. Raises SbpError."""
-    items = [given] if isinstance(given, str | Split | Broadcast | Partial) else list(given)
-    return [str(parse(item)) for item in items]
+    return [str(sbp) for sbp in _parsed(given)]
+
+
+def _parsed(given: LayoutLike) -> Layout:
+    items = [given] if isinstance(given, str | Split | Broadcast | Partial) else given
+    return tuple(map(parse, items))
 
 
 def match_layouts(patterns: Mapping[str, LayoutLike], shapes: Mapping[str, tuple[int, ...]], mesh_dims: int) -> dict[str, Layout]:

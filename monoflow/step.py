@@ -303,7 +303,6 @@ def graph(
     """
     owned = State(state)
     options = StepOptions(placement, layout or {}, inputs, sync, random, backend, tuple(passes), progress)
-    check_options(options)
 
     def decorate(function: Callable[P, R]) -> Step[P, R]:
         if not callable(function):
@@ -326,23 +325,29 @@ class StepOptions:
     passes: tuple[Pass | OnLayout, ...] = ()
     progress: bool = True
 
+    def __post_init__(self) -> None:
+        """Raises StepError for options that are not known, or make no sense on one device."""
+        for name, given, known in (("sync", self.sync, ("rank0", "error")), ("random", self.random, ("exact", "fast"))):
+            if given not in known:
+                raise StepError(f"{name}={given!r}: choose {' or '.join(map(repr, known))}")
+        if self.placement is None and (self.layout or self.inputs is not None):
+            raise StepError("layout= and inputs= say how tensors lie over ranks: give placement= as well")
 
-def check_options(options: StepOptions) -> None:
-    """Raises StepError for options that are not known, or make no sense on one device."""
-    for name, given, known in (("sync", options.sync, ("rank0", "error")), ("random", options.random, ("exact", "fast"))):
-        if given not in known:
-            raise StepError(f"{name}={given!r}: choose {' or '.join(map(repr, known))}")
-    if options.placement is None and (options.layout or options.inputs is not None):
-        raise StepError("layout= and inputs= say how tensors lie over ranks: give placement= as well")
+    @property
+    def graph_passes(self) -> list[Pass]:
+        """Those over the captured graph."""
+        return [p for p in self.passes if not isinstance(p, OnLayout)]
+
+    @property
+    def layout_passes(self) -> list[OnLayout]:
+        """Those over the laid-out graph, which one device does not have."""
+        return [p for p in self.passes if isinstance(p, OnLayout)]
 
 
 def make_step(function: Callable[P, R], state: State, options: StepOptions) -> Step[P, R]:
     """A step on one device, or over the ranks of a placement."""
     if options.placement is None:
-        plain = [p for p in options.passes if not isinstance(p, OnLayout)]  # one device has no layouts
-        return Step(function, state, backend=options.backend, passes=plain, progress=options.progress)
-    from monoflow.parallel import Options, Parallel  # torch.distributed, which one device never needs
-    from monoflow.parallel_step import ParallelStep
+        return Step(function, state, backend=options.backend, passes=options.graph_passes, progress=options.progress)
+    from monoflow.parallel_step import ParallelStep  # torch.distributed, which one device never needs
 
-    parallel = Parallel(Options(options.placement, dict(options.layout), options.inputs, options.sync, options.random))
-    return ParallelStep(function, state, parallel, backend=options.backend, passes=options.passes, progress=options.progress)
+    return ParallelStep(function, state, options)
