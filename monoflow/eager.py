@@ -22,7 +22,7 @@ from monoflow.lower.memory import SEEN_AS
 from monoflow.lower.pieces import PIECES
 from monoflow.lower.sizes import SIZES
 from monoflow.sbp import Layout, broadcast
-from monoflow.schema import op_name
+from monoflow.schema import is_random, op_name
 
 __all__ = [
     "arange",
@@ -45,9 +45,8 @@ def _without_rule() -> Iterator[OpOverload]:
     for target in named_overloads():
         arguments = [a for a in target._schema.arguments if "Tensor" in str(a.type)]
         plain = arguments and all(str(a.type) in ("Tensor", "Optional[Tensor]") and not a.kwarg_only for a in arguments)
-        told = op_name(target) in {**SIZES, **PIECES, **SEEN_AS}  # lowering tells each rank other arguments
-        drawn = torch.Tag.nondeterministic_seeded in target.tags
-        if plain and not told and not drawn and not target._schema.is_mutable and not has_sharding_rule(target):
+        told = any(op_name(target) in table for table in (SIZES, PIECES, SEEN_AS))  # lowering tells each rank other arguments
+        if plain and not told and not is_random(target) and not target._schema.is_mutable and not has_sharding_rule(target):
             yield target
 
 

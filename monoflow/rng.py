@@ -30,6 +30,7 @@ class DrawPiece:
     """
 
     has_effect = True
+    draws = True
 
     def __init__(self, target: OpOverload, number: int) -> None:
         self.target, self.number = target, number

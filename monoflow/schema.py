@@ -33,6 +33,13 @@ def bind_arguments(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
     return bound
 
 
+def is_random(target: Any) -> bool:
+    """True for an op that may draw random numbers, and for a callable that says that it does (`draws`)."""
+    if isinstance(target, OpOverload):
+        return torch.Tag.nondeterministic_seeded in target.tags
+    return bool(getattr(target, "draws", False))
+
+
 def positional_and_keywords(target: OpOverload, args: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """Arguments by name as a call passes them; defaults are left out at the end, and where they are keywords."""
     positional: list[Any] = []
@@ -90,7 +97,7 @@ def _takes_the_same(twin: OpOverload, target: OpOverload) -> bool:
 
 def inplace_twin(target: Any) -> OpOverload | None:
     """`aten.add_.Tensor` for `aten.add.Tensor`."""
-    if not isinstance(target, OpOverload) or target.namespace != "aten" or torch.Tag.nondeterministic_seeded in target.tags:
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or is_random(target):
         return None
     packet = getattr(_aten, target._schema.name.removeprefix("aten::") + "_", None)
     twin = getattr(packet, target._overloadname, None) if packet is not None else None

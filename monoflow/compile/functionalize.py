@@ -13,7 +13,7 @@ from torch import fx
 
 from monoflow._torch import OpOverload, storage_id
 from monoflow.capture.graph import only_looks, overlap, written_nodes
-from monoflow.schema import functional_twin
+from monoflow.schema import functional_twin, is_random
 
 _aten = torch.ops.aten
 
@@ -110,6 +110,6 @@ def _twin_of(node: fx.Node) -> OpOverload | None:
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or not target._schema.name.endswith("_"):
         return None
-    if torch.Tag.nondeterministic_seeded in target.tags or torch.Tag.inplace_view in target.tags:
+    if is_random(target) or torch.Tag.inplace_view in target.tags:
         return None
     return functional_twin(target)

@@ -19,7 +19,7 @@ from torch import fx
 
 from monoflow._torch import OpOverload
 from monoflow.capture.graph import memory_of, written_nodes
-from monoflow.schema import bind_arguments
+from monoflow.schema import bind_arguments, is_random
 from monoflow.source import OpInfo
 
 MIN_BLOCK = 8
@@ -127,7 +127,7 @@ def compilable(node: fx.Node) -> bool:
 def _draws(node: fx.Node) -> bool:
     """True if the op draws random numbers. Attention kernels do only with dropout."""
     target: Any = node.target
-    if torch.Tag.nondeterministic_seeded not in target.tags:
+    if not is_random(target):
         return False
     return bool(bind_arguments(target, node.args, node.kwargs).get("dropout_p", 1) != 0)
 

@@ -10,13 +10,13 @@ import dataclasses
 import hashlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
 from monoflow._torch import OpOverload
 from monoflow.capture.graph import Captured, StepGraph
+from monoflow.schema import is_random
 from monoflow.source import OpInfo
 
 
@@ -51,7 +51,7 @@ def in_order(captured: Captured, marks: Sequence[str]) -> Captured:
     As it is, where its ops are not those, or where it draws random numbers twice in a way that cannot be told apart.
     """
     own = marks_of(captured)
-    draws = Counter(m for m, n in zip(own, captured.graph.graph.nodes, strict=True) if _draws(n))
+    draws = Counter(m for m, n in zip(own, captured.graph.graph.nodes, strict=True) if is_random(n.target))
     if Counter(own) != Counter(marks) or any(count > 1 for count in draws.values()):
         return captured
     waiting: dict[str, deque[fx.Node]] = defaultdict(deque)
@@ -68,8 +68,3 @@ def in_order(captured: Captured, marks: Sequence[str]) -> Captured:
         copy.meta.update({k: made[mark_of[v]] if isinstance(v, fx.Node) else v for k, v in node.meta.items()})
         made.setdefault(mark, copy)  # of ops that are the same, the first serves all users
     return dataclasses.replace(captured, graph=StepGraph(torch.nn.Module(), graph))
-
-
-def _draws(node: fx.Node) -> bool:
-    target: Any = node.target
-    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags

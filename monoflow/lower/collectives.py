@@ -7,6 +7,7 @@ along which it runs. Results are contiguous, but for slices and pieces of a dime
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,13 +110,13 @@ def _cut(dim: int, mesh_dim: int, layout: Layout, shape: tuple[int, ...], mesh_s
 
 _COMMUNICATED = {"sum": "sum", "mean": "sum", "max": "max", "any": "max", "min": "min", "all": "min", "prod": "product"}
 
-_LOCALLY: dict[str, tuple[Any, bool]] = {
-    "sum": (aten.sum.dim_IntList, True),
-    "max": (aten.amax.default, False),
-    "min": (aten.amin.default, False),
-    "product": (aten.prod.dim_int, True),
+_LOCALLY: dict[str, Callable[[Emitter, fx.Node, torch.dtype], fx.Node]] = {
+    "sum": lambda emit, pieces, dtype: emit.call(aten.sum.dim_IntList, pieces, [0], dtype=dtype),
+    "max": lambda emit, pieces, dtype: emit.call(aten.amax.default, pieces, [0]),
+    "min": lambda emit, pieces, dtype: emit.call(aten.amin.default, pieces, [0]),
+    "product": lambda emit, pieces, dtype: emit.call(aten.prod.dim_int, pieces, 0, dtype=dtype),
 }
-"""Reduction -> (the op that combines the first dimension, whether it must be told the dtype of the result)."""
+"""Reduction -> the op that combines the first dimension, with a result of the given dtype."""
 
 _CARRIERS = {
     torch.bool: torch.uint8,
@@ -212,9 +213,7 @@ class _Site:
         lengths = [rows // self.parts] * self.parts
         arrived = self._communicate(functional.all_to_all_single.default, value, lengths, lengths, self.group)
         pieces = self.emit.call(aten.view.default, arrived, [self.parts, rows // self.parts, *rest])
-        combine, typed = _LOCALLY[_COMMUNICATED[reduction]]
-        dim: Any = 0 if combine is aten.prod.dim_int else [0]
-        return self.emit.call(combine, pieces, dim, **({"dtype": tensor.dtype} if typed else {}))
+        return _LOCALLY[_COMMUNICATED[reduction]](self.emit, pieces, tensor.dtype)
 
     def _communicate(self, target: Any, *args: Any) -> fx.Node:
         return self.emit.call(functional.wait_tensor.default, self.emit.call(target, *args))

@@ -24,7 +24,7 @@ from monoflow.lower.pieces import PIECES
 from monoflow.lower.sizes import SIZES
 from monoflow.rng import Random
 from monoflow.sbp import Layout, Split, piece_bounds, piece_number, piece_of
-from monoflow.schema import bind_arguments, op_name, positional_and_keywords, tensor_arguments
+from monoflow.schema import bind_arguments, is_random, op_name, positional_and_keywords, tensor_arguments
 
 _aten = torch.ops.aten
 
@@ -120,7 +120,7 @@ class _Lowering:
         name = op_name(target)
         if node.meta.get("offsets") and name in PIECES:
             return PIECES[name](self.emit, Call.of(node), args, self._cut(node))
-        if torch.Tag.nondeterministic_seeded in target.tags and self._is_cut(node):
+        if is_random(target) and self._is_cut(node):
             if self.random == "exact":
                 return draw(self.emit, node, args, *self._bounds(node.meta["val"], layout_of(node)))
             args.update(self._sizes(node, name, args))

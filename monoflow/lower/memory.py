@@ -1,6 +1,6 @@
 """Ops that look at how their arguments lie in memory: a piece does not lie as the whole does.
 
-What is written here depends on the whole only, so that every rank writes the same ops.
+Whether an op is said otherwise does not depend on the rank, so that every rank writes the same ops.
 """
 
 from __future__ import annotations

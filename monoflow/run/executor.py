@@ -8,17 +8,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from monoflow._torch import OpOverload, below_autograd
+from monoflow._torch import below_autograd
 from monoflow.capture.graph import Captured, Store
 from monoflow.compile.program import Executable
-from monoflow.rng import DrawPiece
+from monoflow.schema import is_random
 from monoflow.state import Inventory, NumberEntry
 
 _Owner = torch.Tensor | int
 """Whose `.grad` is meant: a parameter, or the argument of that number."""
 
-
-_draws = torch.Tag.nondeterministic_seeded
 
 _KEEP_FOR_BACKWARD = (torch.ops.aten.mkldnn_rnn_layer.default,)
 """Ops whose kernels keep what their gradient needs only in grad mode, whether or not autograd runs."""
@@ -56,9 +54,7 @@ class Executor:
         self._cleared: list[_Owner] = []
         self._absent: list[_Owner] = []
         self._present: list[_Owner] = []
-        self.draws = any(
-            isinstance(n.target, DrawPiece) or (isinstance(n.target, OpOverload) and _draws in n.target.tags) for n in self.graph.nodes
-        )
+        self.draws = any(is_random(n.target) for n in self.graph.nodes)
         """Whether the graph draws random numbers."""
         self._grad_mode = any(n.target in _KEEP_FOR_BACKWARD for n in self.graph.nodes)
         self._taken = [p for p, i in enumerate(captured.inputs) if i.kind in ("argument", "gradient")]

@@ -10,10 +10,10 @@ import torch
 import torch.distributed  # registers the ops
 from torch import fx
 
-from monoflow._torch import OpOverload
 from monoflow.capture.graph import last_uses
 from monoflow.lower.collectives import mesh_dim_of
 from monoflow.rng import DrawPiece
+from monoflow.schema import is_random
 
 functional: Any = torch.ops._c10d_functional
 
@@ -82,7 +82,7 @@ def _call(targets: list[Any], arguments: list[tuple[tuple[Any, ...], dict[str, A
         return [args[0] for args, _ in arguments]
     collective = _COLLECTIVES.get(target)
     if collective is None:
-        if isinstance(target, DrawPiece) or (isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags):
+        if is_random(target):
             return _draw(targets, arguments)
         return [target(*args, **kwargs) for args, kwargs in arguments]
     results: Values = [None] * len(arguments)

@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,7 +26,6 @@ from monoflow._torch import operator_entries, unfrozen_generators
 from monoflow.errors import CaptureError, RuleError
 from monoflow.layout.call import Call
 from monoflow.layout.options import groups_of
-from monoflow.layout.table import rule_line
 from monoflow.testing.opinfo import cases_of
 from monoflow.testing.rules import calls_of, check_call
 
@@ -85,14 +83,10 @@ def candidates(entries: int, generator: random.Random) -> Iterator[Candidate]:
                 calls = list(calls_of(make()))
             except (CaptureError, RuntimeError, NotImplementedError, AssertionError, TypeError):
                 continue  # not every operator can be part of a graph
-            for node, values in calls:
-                line = rule_line(Call.of(node))
-                target: Any = node.target
-                if line is None or str(target) in seen or torch.Tag.nondeterministic_seeded in target.tags or "empty" in str(target):
-                    continue
+            for node, values, line in calls:
                 candidate = Candidate(node, values, line)
-                if all(v.numel() for v in values) and candidate.cut:
-                    seen.add(str(target))
+                if str(node.target) not in seen and all(v.numel() for v in values) and candidate.cut:
+                    seen.add(str(node.target))
                     yield candidate
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,11 @@ from monoflow.layout.call import Call
 from monoflow.layout.functionalize import functionalize
 from monoflow.layout.options import Group, Option, flat_tensors, groups_of
 from monoflow.layout.table import rule_line
-from monoflow.layout.values import is_item, map_layouts, tensor_inputs, whole_layout
+from monoflow.layout.values import map_layouts, tensor_inputs, whole_layout
 from monoflow.lower.lower import lower
 from monoflow.run.simulated import run_lockstep
 from monoflow.sbp import Layout, Partial
-from monoflow.schema import bind_arguments, positional_and_keywords
+from monoflow.schema import bind_arguments, is_random, positional_and_keywords
 from monoflow.testing.execution import Case, difference
 
 MESHES: tuple[int, ...] = (2, 3)
@@ -47,25 +47,18 @@ class Fault:
         return f"{self.op} under {self.rule!r}, {ways} on {self.ranks} ranks: {self.error}"
 
 
-def faults(case: Case, only: Iterable[str] = (), seen: set[Any] | None = None) -> Iterator[Fault]:
-    """What is wrong with the rules of the ops of a case (of those named `only`, if any). `seen` keeps calls from being checked twice."""
-    seen = set() if seen is None else seen
-    chosen = frozenset(only)
-    for node, values in calls_of(case):
-        target: Any = node.target
-        if chosen and str(target) not in chosen:
-            continue
-        key = (str(target), str([(v.shape, v.dtype, v.stride()) for v in flat_tensors(values)]), str(node.args), str(node.kwargs))
+def faults(case: Case, seen: set[Any]) -> Iterator[Fault]:
+    """What is wrong with the rules of the ops of a case. `seen` keeps calls from being checked twice."""
+    for node, values, line in calls_of(case):
+        key = (str(node.target), str([(v.shape, v.dtype, v.stride()) for v in flat_tensors(values)]), str(node.args), str(node.kwargs))
         if key in seen:
             continue
         seen.add(key)
-        line = rule_line(Call.of(node))
-        if line is not None and torch.Tag.nondeterministic_seeded not in target.tags and "empty" not in str(target):
-            yield from check_call(node, values, line)
+        yield from check_call(node, values, line)
 
 
-def calls_of(case: Case) -> Iterator[tuple[fx.Node, list[Any]]]:
-    """The ops of a case that have rules, without writes, each with the values of its tensor arguments."""
+def calls_of(case: Case) -> Iterator[tuple[fx.Node, list[Any], str]]:
+    """The ops of a case whose results can be compared and that have a rule: each with the values of its tensor arguments, and the rule."""
     graph = functionalize(case.captured).graph.graph
     held: dict[fx.Node, Any] = {}
     sources = iter(case.captured.inputs)
@@ -77,11 +70,15 @@ def calls_of(case: Case) -> Iterator[tuple[fx.Node, list[Any]]]:
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), held.__getitem__)
             held[node] = node.target(*args, **kwargs)
-            if isinstance(node.target, OpOverload) and not written_nodes(node) and not is_item(node) and _has_tensor(node):
-                yield node, [held[n] for n in tensor_inputs(node)]
+            line = rule_line(Call.of(node)) if _is_comparable(node) else None
+            if line is not None:
+                yield node, [held[n] for n in tensor_inputs(node)], line
 
 
-def _has_tensor(node: fx.Node) -> bool:
+def _is_comparable(node: fx.Node) -> bool:
+    """True for an op without writes whose results are tensors that depend on its arguments alone."""
+    if not isinstance(node.target, OpOverload) or written_nodes(node) or is_random(node.target) or "empty" in str(node.target):
+        return False
     return any(True for _ in flat_tensors(node.meta.get("val")))
 
 
@@ -99,11 +96,16 @@ def check_call(node: fx.Node, values: list[torch.Tensor], line: str) -> Iterator
 
 
 def _on_whole(node: fx.Node, values: list[torch.Tensor]) -> Any:
-    waiting = iter(values)
+    target: Any = node.target
+    positional, keywords = _arguments(node, iter(values))
+    return target(*positional, **keywords)
+
+
+def _arguments(node: fx.Node, waiting: Iterator[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of a call, with those that stand for tensors replaced by what is waiting, in order."""
     target: Any = node.target
     bound = {n: _filled(v, waiting) for n, v in bind_arguments(target, node.args, node.kwargs).items()}
-    positional, keywords = positional_and_keywords(target, bound)
-    return target(*positional, **keywords)
+    return positional_and_keywords(target, bound)
 
 
 def _filled(value: Any, waiting: Iterator[Any]) -> Any:
@@ -151,11 +153,8 @@ def _one_op(node: fx.Node, inputs: Sequence[Layout], outputs: Sequence[Layout], 
         made = graph.placeholder(source.name)
         made.meta.update(val=source.meta["val"], layout=found)
         placeholders.append(made)
-    waiting = iter(placeholders)
-    target: Any = node.target
-    bound = {n: _filled(v, waiting) for n, v in bind_arguments(target, node.args, node.kwargs).items()}
-    positional, keywords = positional_and_keywords(target, bound)
-    call = graph.call_function(target, tuple(positional), keywords)
+    positional, keywords = _arguments(node, iter(placeholders))
+    call = graph.call_function(node.target, tuple(positional), keywords)  # type: ignore[arg-type]
     value = node.meta["val"]
     offsets = ((option.factor, option.size),) if option.offset else ()
     call.meta.update(val=value, needs=tuple(inputs), layout=map_layouts(value, iter(outputs)), offsets=offsets)
