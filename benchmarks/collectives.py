@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.report import console as make_console
+from benchmarks.torchrun import on_ranks
 
 _functional: Any = torch.ops._c10d_functional
 
@@ -85,12 +83,8 @@ def main() -> int:
     if options.worker:
         worker(sizes, options.rounds, options.worker)
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "found")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
-        command += ["-m", "benchmarks.collectives", "--worker", str(file), "--sizes", options.sizes, "--rounds", str(options.rounds)]
-        subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
-        found = json.loads(file.read_text())
+    arguments = ["--sizes", options.sizes, "--rounds", str(options.rounds), "--worker"]
+    found = json.loads(on_ranks(options.ranks, "benchmarks.collectives", *arguments))
     table = Table(title=f"gloo, {options.ranks} ranks: milliseconds", title_justify="left")
     for column in ("collective", *(f"{s:g} MB" for s in sizes), "GB/s"):
         table.add_column(column, justify="left" if column == "collective" else "right")

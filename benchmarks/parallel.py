@@ -15,13 +15,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,48 +29,33 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import monoflow as mf
+from benchmarks.contenders import COMPARED, TOLERANCE, Contender, Setup, adamw, disagreement
 from benchmarks.report import console as make_console
+from benchmarks.torchrun import on_ranks
 from benchmarks.workloads import WORKLOADS, Step, training_step
 
 RANKS = 2
 WARM_UP = 3
 BATCHES = 8
-COMPARED = 10
-TOLERANCE = 1e-3
-
-Setup = Callable[[nn.Module, Step], Step]
-
-
-def _adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 def _ddp(model: nn.Module, loss: Step) -> Step:
     wrapped = nn.parallel.DistributedDataParallel(model)
-    return training_step(wrapped, _adamw(model), loss)
+    return training_step(wrapped, adamw(model, fused=True), loss)
 
 
 def _ddp_compiled(model: nn.Module, loss: Step) -> Step:
     compiled = torch.compile(nn.parallel.DistributedDataParallel(model))
-    return training_step(compiled, _adamw(model), loss)  # type: ignore[arg-type]
+    return training_step(compiled, adamw(model, fused=True), loss)  # type: ignore[arg-type]
 
 
 def _monoflow(backend: str) -> Setup:
     def setup(model: nn.Module, loss: Step) -> Step:
-        optimizer = _adamw(model)
+        optimizer = adamw(model, fused=True)
         graph = mf.graph(model, optimizer, placement=mf.placement.all("cpu"), backend=backend, progress=False)
         return graph(training_step(model, optimizer, loss))
 
     return setup
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way to run the step; `peer` is False for monoflow's own, whose loss is that of the whole batch on every rank."""
-
-    label: str
-    setup: Setup
-    peer: bool = True
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -153,21 +135,8 @@ def worker(workload: str, contenders: Sequence[str], rounds: int, steps: int, fi
 
 def measure(workload: str, contenders: Sequence[str], rounds: int, steps: int) -> list[Result]:
     """Starts the processes and waits for their results. Raises RuntimeError with their last words where they fail."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        file = Path(folder, "results")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "-m", "benchmarks.parallel"]
-        command += ["--worker", workload, str(file), "--contenders", ",".join(contenders), "--rounds", str(rounds), "--steps", str(steps)]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": folder}
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
-        if not file.exists():
-            raise RuntimeError(f"{workload} failed:\n{done.stderr[-4000:]}")
-        return [Result(**one) for one in json.loads(file.read_text())]
-
-
-def disagreement(results: Sequence[Result]) -> float:
-    """The largest relative difference between the losses of any contender and the first."""
-    pairs = [(a, b) for r in results[1:] for a, b in zip(results[0].losses[:COMPARED], r.losses[:COMPARED], strict=True)]
-    return max((abs(a - b) / abs(a) for a, b in pairs), default=0.0)
+    arguments = ["--contenders", ",".join(contenders), "--rounds", str(rounds), "--steps", str(steps), "--worker", workload]
+    return [Result(**one) for one in json.loads(on_ranks(RANKS, "benchmarks.parallel", *arguments))]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -200,7 +169,7 @@ def _show(workload: str, results: Sequence[Result], console: Any) -> bool:
         label = CONTENDERS[r.contender].label
         table.add_row(label, f"{r.step * 1e3:.1f}", f"{r.step / best:.3f}", f"{r.first_step:.1f}", f"{r.losses[-1]:.6f}")
     console.print(table)
-    worst = disagreement(results)
+    worst = disagreement([r.losses for r in results])
     agree = worst <= TOLERANCE
     console.print(f"Losses of the first {COMPARED} steps {'agree' if agree else 'DISAGREE'}: {worst:.1e} (at most {TOLERANCE:.0e}).\n")
     return not agree

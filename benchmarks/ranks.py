@@ -21,15 +21,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -43,6 +39,7 @@ from benchmarks.architectures import ARCHITECTURES
 from benchmarks.report import console as make_console
 from benchmarks.small_models import MODELS, TENSOR_PARALLEL
 from benchmarks.small_models import batch as small_batch
+from benchmarks.torchrun import on_ranks
 
 STEPS = 3
 ROWS = 4
@@ -158,8 +155,8 @@ def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, ours: bool
     return train
 
 
-def make_step(model: nn.Module, name: str) -> Callable[..., Tensor]:
-    return training_step(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), name.startswith("our "))
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
@@ -180,12 +177,13 @@ def run(case: Case, backend: str) -> Found:
     found = Found(case)
     rank = torch.distributed.get_rank()
     model = build(case.name, seed=rank, dtype=dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = make_optimizer(model)
     placement = mf.placement("cpu", case.mesh)
     graph = mf.graph(model, optimizer, placement=placement, layout=case.layout, backend=backend, progress=False)
-    step = graph(training_step(model, optimizer, case.name.startswith("our ")))
+    ours = case.name.startswith("our ")
+    step = graph(training_step(model, optimizer, ours))
     plain = build(case.name, seed=0, dtype=dtype)
-    plain_step = make_step(plain, case.name)
+    plain_step = training_step(plain, make_optimizer(plain), ours)
     data, at = placement.shape[0], (placement.coordinate(rank) or (0,))[0]
     start = time.perf_counter()
     for number in range(STEPS):
@@ -240,15 +238,8 @@ def worker(names: Sequence[str], dtypes: Sequence[str], backend: str, file: str)
 
 def start(ranks: int, names: Sequence[str], dtypes: Sequence[str], backend: str) -> list[Found]:
     """Runs the worker on `ranks` processes under torchrun."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "found")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "benchmarks.ranks"]
-        command += ["--worker", str(file), "--only", ",".join(names), "--dtypes", ",".join(dtypes), "--backend", backend]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-        lines = file.read_text().splitlines() if file.exists() else []
-    found = [json.loads(line) for line in lines]
-    if done.returncode:
-        print(done.stderr[-4000:], file=sys.stderr)
+    arguments = ["--only", ",".join(names), "--dtypes", ",".join(dtypes), "--backend", backend, "--worker"]
+    found = map(json.loads, on_ranks(ranks, "benchmarks.ranks", *arguments).splitlines())
     return [Found(**{**one, "case": Case(**one["case"])}) for one in found]
 
 

@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,46 +40,38 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from benchmarks.contenders import COMPARED, TOLERANCE, Contender, Setup, adamw, disagreement
 from benchmarks.report import console as make_console
 from benchmarks.report import peak_memory
 from benchmarks.workloads import WORKLOADS, Step, training_step
 
-LEARNING_RATE = 1e-4
 WARM_UP = 5
 BATCHES = 32
-TOLERANCE = 1e-3
-COMPARED = 10
-
-Setup = Callable[[nn.Module, Step], Step]
-
-
-def _adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **options)
 
 
 def _eager(model: nn.Module, loss: Step) -> Step:
-    return training_step(model, _adamw(model), loss)
+    return training_step(model, adamw(model), loss)
 
 
 def _eager_fused(model: nn.Module, loss: Step) -> Step:
-    return training_step(model, _adamw(model, fused=True), loss)
+    return training_step(model, adamw(model, fused=True), loss)
 
 
 def _compile_model(model: nn.Module, loss: Step) -> Step:
-    optimizer = _adamw(model, fused=True)
+    optimizer = adamw(model, fused=True)
     compiled = torch.compile(model)
     return training_step(compiled, optimizer, loss)  # type: ignore[arg-type]
 
 
 def _compile_step(model: nn.Module, loss: Step) -> Step:
-    return torch.compile(training_step(model, _adamw(model, foreach=True), loss))
+    return torch.compile(training_step(model, adamw(model, foreach=True), loss))
 
 
 def _compile_step_backward(model: nn.Module, loss: Step) -> Step:
     import torch._dynamo
 
     torch._dynamo.config.trace_autograd_ops = True
-    step = training_step(model, _adamw(model, foreach=True), loss)
+    step = training_step(model, adamw(model, foreach=True), loss)
     return torch.compile(lambda *batch: step(*batch).detach())
 
 
@@ -87,19 +79,10 @@ def _monoflow(backend: str) -> Setup:
     def setup(model: nn.Module, loss: Step) -> Step:
         import monoflow as mf
 
-        optimizer = _adamw(model, fused=True)
+        optimizer = adamw(model, fused=True)
         return mf.graph(model, optimizer, backend=backend)(training_step(model, optimizer, loss))
 
     return setup
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One way to run a training step. `setup` turns a model and a loss function into the step; `peer` is False for monoflow's own."""
-
-    label: str
-    setup: Setup
-    peer: bool = True
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -273,15 +256,9 @@ def measure(workload: str, contenders: Sequence[str], rounds: int, steps: int | 
     return [process.result for process in processes]
 
 
-def disagreement(results: Sequence[Result]) -> float:
-    """The largest relative difference between the losses of any contender and the first, after the same number of steps."""
-    done = [result for result in results if not result.error]
-    worst = 0.0
-    for result in done[1:]:
-        for expected, actual in zip(done[0].losses[:COMPARED], result.losses[:COMPARED], strict=True):
-            difference = abs(actual - expected) / abs(expected)
-            worst = math.inf if math.isnan(difference) else max(worst, difference)
-    return worst
+def losses_apart(results: Sequence[Result]) -> float:
+    """How far the losses of those that did not fail are apart."""
+    return disagreement([result.losses for result in results if not result.error])
 
 
 def best_peer(results: Sequence[Result], cpu: bool = False) -> float:
@@ -324,7 +301,7 @@ def show(workload: str, results: Sequence[Result], console: Console) -> None:
             console.print(result.error, markup=False, highlight=False)
     done = [result for result in results if not result.error]
     if len(done) > 1:
-        worst = disagreement(results)
+        worst = losses_apart(results)
         verdict = "[green]agree[/]" if worst <= TOLERANCE else "[red]DISAGREE[/]"
         count = min(COMPARED, len(done[0].losses))
         console.print(f"Losses of the first {count} steps {verdict}: largest relative difference {worst:.1e} (at most {TOLERANCE:.0e}).\n")
@@ -416,7 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.markdown:
         print(markdown(results))
     failed = any(result.error for found in results.values() for result in found)
-    wrong = any(disagreement(found) > TOLERANCE for found in results.values())
+    wrong = any(losses_apart(found) > TOLERANCE for found in results.values())
     return int(failed or wrong)
 
 

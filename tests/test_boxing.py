@@ -16,6 +16,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from monoflow._torch import FakeTensorMode
+from monoflow.cutting import coordinates
 from monoflow.lower.boxing import convert
 from monoflow.lower.emit import Emitter
 from monoflow.run.simulated import run_lockstep
@@ -33,10 +34,6 @@ REDUCE: dict[str, Any] = {
     "any": torch.any,
     "all": torch.all,
 }
-
-
-def coordinates(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return list(itertools.product(*map(range, mesh_shape)))
 
 
 def make_pieces(whole: torch.Tensor, found: Layout, mesh_shape: tuple[int, ...]) -> list[torch.Tensor]:

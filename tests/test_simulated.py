@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import monoflow as mf
-from benchmarks.small_models import TENSOR_PARALLEL, batch
+from benchmarks.small_models import GPT, TENSOR_PARALLEL, batch
 from monoflow.placement import Placement
 from monoflow.world import simulate
 from tests.parallel_models import OPTIMIZERS, build, largest_difference, reference, training_step
@@ -60,8 +60,6 @@ def test_data_and_tensor_parallel(name: str, optimizer: str) -> None:
 
 
 def plan_of(layers: int, mesh: Any, layout: Any) -> mf.Plan:
-    from benchmarks.small_models import GPT
-
     model = GPT(layers)
     made = OPTIMIZERS["sgd"](model.parameters())
     with simulate(torch.tensor(mesh).numel()):
@@ -94,8 +92,6 @@ def test_data_parallel_sends_twice_the_parameters(ranks: int) -> None:
 
 
 def test_split_vocabulary_never_holds_the_whole_logits() -> None:
-    from benchmarks.small_models import GPT
-
     model = GPT(1, width=24, vocabulary=96)
     made = OPTIMIZERS["sgd"](model.parameters())
     with simulate(2):

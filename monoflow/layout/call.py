@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -77,6 +78,21 @@ def letters(count: int, skip: str = "") -> list[str]:
     """Names of `count` factors."""
     names = [c for c in "abcdefghijklmnopqrstuvwxyz" if c not in skip]
     return [names[i] if i < len(names) else f"f{i}" for i in range(count)]
+
+
+def held(names: list[str], dims: Container[int]) -> list[str]:
+    """The factors, with those of `dims` marked as ones that stay whole."""
+    return [f"{n}!" if d in dims else n for d, n in enumerate(names)]
+
+
+def changed(names: list[str], dims: Container[int]) -> list[str]:
+    """The factors, with dimensions of another size, never cut, in the places of `dims`."""
+    return ["1" if d in dims else n for d, n in enumerate(names)]
+
+
+def left_out(names: list[str], dims: Container[int]) -> list[str]:
+    """The factors without those of `dims`."""
+    return [n for d, n in enumerate(names) if d not in dims]
 
 
 def term(factors: list[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from monoflow.layout.call import Call, letters, term
+from monoflow.layout.call import Call, held, left_out, letters, term
 from monoflow.layout.table.entry import Entry, same
 
 
@@ -40,8 +40,8 @@ def index(call: Call) -> str | None:
     together = given == list(range(given[0], given[-1] + 1))
     count = max(indices[d].dim() for d in given)
     wide = [f"x{k}" for k in range(count)]
-    source = [f"{n}!" if d in given else n for d, n in enumerate(names)]
-    rest = [n for d, n in enumerate(names) if d not in given]
+    source = held(names, given)
+    rest = left_out(names, given)
     at = given[0] if together else 0
     result = [*rest[:at], *wide, *rest[at:]]
     return (
@@ -66,13 +66,13 @@ def take(call: Call) -> str:
     return f"{term([f'{n}!' for n in letters(call.rank('self'), skip='i')])}, {picked} -> {picked}; linear 0"
 
 
-def _scattered(call: Call, source: str = "src", mark: str = "!") -> tuple[str, str]:
+def _scattered(call: Call, mark: str = "!") -> tuple[str, str]:
     """Terms of what is written to, and of the index and the source: dimensions in which all have one size may be cut."""
     names = letters(call.rank("self"))
     if not names:
         return ".", term(["1"] * call.rank("index"))
     (dim,) = call.dims("dim")
-    shapes = [call.shape(n) for n in ("self", "index", source) if isinstance(call.args.get(n), torch.Tensor)]
+    shapes = [call.shape(n) for n in ("self", "index", "src") if isinstance(call.args.get(n), torch.Tensor)]
     alike = [len({s[d] for s in shapes}) == 1 for d in range(len(names))]
     whole = [f"{n}{mark}" if d == dim else n if alike[d] else f"{n}!" for d, n in enumerate(names)]
     return term(whole), term(["1" if d == dim or not alike[d] else n for d, n in enumerate(names)])
@@ -104,7 +104,7 @@ def _rows(call: Call, cut: bool = False) -> tuple[str, str, str]:
     names = letters(call.rank("self"), skip="i")
     (dim,) = call.dims("dim") or [0]
     i = "i" if cut else "i!"
-    whole = [f"{n}!" if d == dim else n for d, n in enumerate(names)]
+    whole = held(names, [dim])
     part = [i if d == dim else n for d, n in enumerate(names)]
     return term(whole), term([i] * call.rank("index")), term(part)
 
@@ -143,11 +143,8 @@ def masked_index(call: Call) -> str:
     first = min(given, default=len(names))
     result = names[:first] + ["1"] * (call.result.dim() - first)
     source = names[:first] + [f"{n}!" for n in names[first:]]
-    return (
-        f"{term(source)}, ...!, [...!] -> {term(result)}; linear 0"
-        if call["fill"] == 0
-        else f"{term(source)}, ...!, [...!] -> {term(result)}"
-    )
+    line = f"{term(source)}, ...!, [...!] -> {term(result)}"
+    return f"{line}; linear 0" if call["fill"] == 0 else line
 
 
 def searchsorted(call: Call) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monoflow.layout.call import Call, letters, normal_dims, term
+from monoflow.layout.call import Call, changed, held, letters, normal_dims, term
 from monoflow.layout.table.entry import Entry, same, whole
 
 
@@ -27,9 +27,8 @@ def solve(call: Call) -> str:
 def fourier(call: Call) -> str:
     names = letters(call.rank("self"))
     dims = normal_dims(call["dim"], len(names))
-    left = [f"{n}!" if d in dims else f"{n}+" for d, n in enumerate(names)]
-    right = ["1" if d in dims else n for d, n in enumerate(names)]
-    return f"{term(left)} -> {term(right)}; linear 0"
+    left = [n if n.endswith("!") else f"{n}+" for n in held(names, dims)]
+    return f"{term(left)} -> {term(changed(names, dims))}; linear 0"
 
 
 RULES: dict[str, Entry] = {

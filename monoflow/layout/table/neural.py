@@ -97,7 +97,7 @@ def nll_loss_backward(call: Call) -> str:
 def batch_norm(call: Call) -> str:
     """Of the statistics that come back, those of training are one number for each channel, others may be empty."""
     training = call.args.get("training", call.target._schema.name != "aten::_native_batch_norm_legit_no_training")
-    x = _images(call, "input", training or len(call.results) > 3)  # statistics handed through would be counted once a piece
+    x = _images(call, training or len(call.results) > 3)  # statistics handed through would be counted once a piece
     stats = ["c" if r.dim() == 1 and r.shape[0] == call.shape("input")[1] else "1" for r in call.results[1:]]
     statistics = ", c, c" if "running_mean" in call.args else ""
     return f"{x}, c, c{statistics} -> {', '.join([x, *stats])}"
@@ -106,7 +106,7 @@ def batch_norm(call: Call) -> str:
 def batch_norm_backward(call: Call) -> str:
     """The last argument of the newer op is memory of its own, always whole."""
     train = bool(call.args.get("train", call.args.get("update")))
-    x = _images(call, "input", train)
+    x = _images(call, train)
     save = ["c" if call[n] is None or call[n].numel() == call.shape("input")[1] else "1" for n in ("save_mean", _save_var(call))]
     reserve = ", 1" if "reserve" in call.args else ""
     return f"{x}, {x}, c, c, c, {', '.join(save)}{reserve} -> {x}, c, c; linear 0"
@@ -116,8 +116,8 @@ def _save_var(call: Call) -> str:
     return "save_invstd" if "save_invstd" in call.args else "save_var"
 
 
-def _images(call: Call, name: str, whole_batch: bool) -> str:
-    return term(["n!" if whole_batch else "n", "c+", *["1"] * (call.rank(name) - 2)])
+def _images(call: Call, whole_batch: bool) -> str:
+    return term(["n!" if whole_batch else "n", "c+", *["1"] * (call.rank("input") - 2)])
 
 
 def fractional_max_pool(call: Call) -> str:
@@ -142,33 +142,31 @@ def _resampled_backward(space: int, arguments: int) -> str:
 
 
 def margin_loss(call: Call) -> str:
-    row, target, n, loss = _rows(call)
-    return f"{row}, {target}, c! -> {loss if n else '.'}"
+    row, target, loss = _rows(call)
+    return f"{row}, {target}, c! -> {loss}"
 
 
 def margin_loss_backward(call: Call) -> str:
-    row, target, n, loss = _rows(call)
-    return f"{loss if n else '.'}, {row}, {target}, c! -> {row}; linear 0"
-
-
-def _rows(call: Call) -> tuple[str, str, bool, str]:
-    """Terms of scores by row and class, of a class for each row; whether there are rows; the term of the loss."""
-    if not call.rank("self"):
-        return ".", term(["1"] * call.rank("target")), False, "."
-    rows = call.rank("self") == 2
-    n = ("n!" if call["reduction"] == 1 else "n") if rows else ""
-    loss = "n" if call["reduction"] == 0 else "."
-    return f"{n} c!".strip(), (n or ("1" if call.rank("target") else ".")), rows, loss
+    row, target, loss = _rows(call)
+    return f"{loss}, {row}, {target}, c! -> {row}; linear 0"
 
 
 def multilabel_margin_loss(call: Call) -> str:
-    row, _, n, loss = _rows(call)
-    return f"{row}, {row} -> {loss if n else '.'}, {row}"
+    row, _, loss = _rows(call)
+    return f"{row}, {row} -> {loss}, {row}"
 
 
 def multilabel_margin_loss_backward(call: Call) -> str:
-    row, _, n, loss = _rows(call)
-    return f"{loss if n else '.'}, {row}, {row}, {row} -> {row}; linear 0"
+    row, _, loss = _rows(call)
+    return f"{loss}, {row}, {row}, {row} -> {row}; linear 0"
+
+
+def _rows(call: Call) -> tuple[str, str, str]:
+    """Terms of scores by row and class, of a class for each row, and of the loss; there may be one row without a dimension for it."""
+    if call.rank("self") < 2:
+        return term(["c!"] * call.rank("self")), term(["1"] * call.rank("target")), "."
+    n = "n!" if call["reduction"] == 1 else "n"
+    return f"{n} c!", n, "n" if call["reduction"] == 0 else "."
 
 
 def cross_entropy_with_logits(call: Call) -> str:

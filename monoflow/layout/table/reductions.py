@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monoflow.layout.call import Call, letters, term
+from monoflow.layout.call import Call, held, letters, term
 from monoflow.layout.table.entry import Entry, same
 
 
@@ -36,14 +36,14 @@ def along(call: Call) -> str:
     """Results of the shape of the argument, that depend on all of a dimension."""
     names = letters(call.rank("self"))
     dims = call.dims("dim")
-    left = [f"{n}!" if d in dims else n for d, n in enumerate(names)]
+    left = held(names, dims)
     return f"{term(left)} -> {', '.join([term(left)] * len(call.results))}"
 
 
 def softmax_backward(call: Call) -> str:
     names = letters(call.rank("output"))
     dims = call.dims("dim", of="output")
-    own = term([f"{n}!" if d in dims else n for d, n in enumerate(names)])
+    own = term(held(names, dims))
     return f"{own}, {own} -> {own}; linear 0"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from monoflow.layout.call import Call, letters, normal_dims, term
+from monoflow.layout.call import Call, changed, held, left_out, letters, normal_dims, term
 from monoflow.layout.table.entry import Entry, same
 
 
@@ -117,11 +117,11 @@ def expand(call: Call) -> str:
     return f"{term(own)} -> {term(names)}; linear 0"
 
 
-def along_dim(call: Call, changed: list[int]) -> str:
+def along_dim(call: Call, dims: list[int]) -> str:
     """Dimensions that stay are cut together; the changed ones stay whole."""
     names = letters(call.rank("self"))
-    left = [f"{n}!" if d in changed else n for d, n in enumerate(names)]
-    right = ["1" if d in changed else n for d, n in enumerate(names)]
+    left = held(names, dims)
+    right = changed(names, dims)
     return f"{term(left)} -> {term(right)}; linear 0"
 
 
@@ -134,23 +134,23 @@ def slice_(call: Call) -> str:
 def select(call: Call) -> str:
     names = letters(call.rank("self"))
     (dim,) = call.dims("dim")
-    left = [f"{n}!" if d == dim else n for d, n in enumerate(names)]
-    return f"{term(left)} -> {term([n for d, n in enumerate(names) if d != dim])}; linear 0"
+    left = held(names, [dim])
+    return f"{term(left)} -> {term(left_out(names, [dim]))}; linear 0"
 
 
 def split(call: Call) -> str:
     names = letters(call.rank("self"))
     (dim,) = call.dims("dim")
-    left = [f"{n}!" if d == dim else n for d, n in enumerate(names)]
-    right = ["1" if d == dim else n for d, n in enumerate(names)]
+    left = held(names, [dim])
+    right = changed(names, [dim])
     return f"{term(left)} -> [{term(right)}]; linear 0"
 
 
 def unbind(call: Call) -> str:
     names = letters(call.rank("self"))
     (dim,) = call.dims("dim")
-    left = [f"{n}!" if d == dim else n for d, n in enumerate(names)]
-    return f"{term(left)} -> [{term([n for d, n in enumerate(names) if d != dim])}]; linear 0"
+    left = held(names, [dim])
+    return f"{term(left)} -> [{term(left_out(names, [dim]))}]; linear 0"
 
 
 def cat(call: Call) -> str | None:
@@ -159,8 +159,8 @@ def cat(call: Call) -> str | None:
         return "[...!] -> ...!"
     (dim,) = normal_dims(call["dim"], rank)
     names = letters(rank)
-    left = [f"{n}!" if d == dim else n for d, n in enumerate(names)]
-    right = ["1" if d == dim else n for d, n in enumerate(names)]
+    left = held(names, [dim])
+    right = changed(names, [dim])
     return f"[{term(left)}] -> {term(right)}; linear 0"
 
 
@@ -174,8 +174,8 @@ def stack(call: Call) -> str:
 def padded(call: Call) -> str:
     """constant_pad_nd: padded dimensions stay whole; linear only where zeros are put around."""
     rank = call.rank("self")
-    changed = [rank - 1 - i for i in range(len(call["pad"]) // 2) if call["pad"][2 * i] or call["pad"][2 * i + 1]]
-    line = along_dim(call, changed)
+    padded = [rank - 1 - i for i in range(len(call["pad"]) // 2) if call["pad"][2 * i] or call["pad"][2 * i + 1]]
+    line = along_dim(call, padded)
     return line if call["value"] == 0 else line.split(";")[0]
 
 
@@ -183,8 +183,8 @@ def _backward(call: Call, removed: bool) -> str:
     rank = call.result.dim()
     (dim,) = normal_dims(call["dim"], rank)
     names = letters(rank)
-    left = [n for d, n in enumerate(names) if d != dim] if removed else [f"{n}!" if d == dim else n for d, n in enumerate(names)]
-    right = ["1" if d == dim else n for d, n in enumerate(names)]
+    left = left_out(names, [dim]) if removed else held(names, [dim])
+    right = changed(names, [dim])
     return f"{term(left)} -> {term(right)}; linear 0"
 
 
@@ -192,9 +192,9 @@ def scattered(call: Call) -> str:
     """slice_scatter and the like: linear in both jointly."""
     names = letters(call.rank("self"))
     (dim,) = call.dims("dim")
-    whole = ["1" if d == dim else n for d, n in enumerate(names)]
+    whole = changed(names, [dim])
     removed = call.rank("src") < len(names)
-    part = [n for d, n in enumerate(names) if d != dim] if removed else whole
+    part = left_out(names, [dim]) if removed else whole
     return f"{term(whole)}, {term(part)} -> {term(whole)}; linear 0 1"
 
 
@@ -221,22 +221,22 @@ def _without(call: Call, rank: int) -> tuple[list[str], list[str]]:
     """Factors of a tensor whose dim1 and dim2 stay whole, and the others of them."""
     dims = normal_dims([call["dim1"], call["dim2"]], rank)
     names = letters(rank)
-    return [f"{n}!" if d in dims else n for d, n in enumerate(names)], [n for d, n in enumerate(names) if d not in dims]
+    return held(names, dims), left_out(names, dims)
 
 
 def unfold(call: Call) -> str:
     names = letters(call.rank("self"))
     dims = normal_dims(call["dimension"], len(names))
-    left = [f"{n}!" if d in dims else n for d, n in enumerate(names)]
-    right = ["1" if d in dims else n for d, n in enumerate(names)]
+    left = held(names, dims)
+    right = changed(names, dims)
     return f"{term(left)} -> {term([*right, '1'] if names else ['1'])}; linear 0"
 
 
 def unfold_backward(call: Call) -> str:
     names = letters(call.result.dim())
     dims = normal_dims(call["dim"], len(names))
-    left = ["1" if d in dims else n for d, n in enumerate(names)]
-    right = [f"{n}!" if d in dims else n for d, n in enumerate(names)]
+    left = changed(names, dims)
+    right = held(names, dims)
     return f"{term([*left, '1'] if names else ['1'])} -> {term(right)}; linear 0"
 
 
