@@ -33,10 +33,15 @@ MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """A captured function, its arguments, and what it gives on whole tensors: results, then gradients of those arguments that need them."""
+    """A captured function, its arguments, and what it gives on whole tensors.
+
+    after       the arguments after the call: it may write into those that need no gradient
+    expected    results, then gradients of those arguments that need them
+    """
 
     captured: Captured
     arguments: list[torch.Tensor]
+    after: list[torch.Tensor]
     expected: list[torch.Tensor]
     seed: int
 
@@ -70,10 +75,11 @@ def make_case(function: Callable[..., Any], arguments: Sequence[torch.Tensor], g
         return [r.detach() for r in results], [g for g in found if g is not None]
 
     torch.manual_seed(seed)
-    expected = _tensors(step(*[leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]))
+    after = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    expected = _tensors(step(*after))
     flat, _, rebuild = flatten((tuple(leaves), {}))
     captured = capture(step, State(()), flat, rebuild)
-    return Case(captured, leaves, expected, seed)
+    return Case(captured, leaves, [a.detach() for a in after], expected, seed)
 
 
 def _differentiable(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -130,7 +136,7 @@ def check(case: Case, layouts: tuple[Layout, ...], mesh_shape: tuple[int, ...]) 
     with simulate(math.prod(mesh_shape)), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            results = run_on_pieces(case, layouts, mesh_shape)
+            results, written = run_on_pieces(case, layouts, mesh_shape)
         except Exception as exc:
             outcome.error = f"{type(exc).__name__}: {exc}"
             return outcome
@@ -139,18 +145,25 @@ def check(case: Case, layouts: tuple[Layout, ...], mesh_shape: tuple[int, ...]) 
         error = difference(got, wanted)
         if error:
             outcome.error = f"result {index}: {error}"
-            break
+            return outcome
+    for index, got in written.items():
+        error = difference(got, case.after[index])
+        if error:
+            outcome.error = f"argument {index} after the call: {error}"
     return outcome
 
 
-def run_on_pieces(case: Case, layouts: tuple[Layout, ...], mesh_shape: tuple[int, ...]) -> list[torch.Tensor]:
-    """The results of a case whose arguments have the given layouts over simulated ranks."""
+def run_on_pieces(
+    case: Case, layouts: tuple[Layout, ...], mesh_shape: tuple[int, ...]
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """The results of a case whose arguments have the given layouts over simulated ranks; and its arguments, by number, after the call."""
     placement = Placement("cpu", torch.arange(math.prod(mesh_shape)).reshape(mesh_shape).tolist())
     laid = lay_out(functionalize(case.captured), placement, Pins({}, dict(enumerate(layouts))))
     values = [_value(case, source) for source in case.captured.inputs]
     torch.manual_seed(case.seed)
+    after = {source.index: v for source, v in zip(case.captured.inputs, values, strict=True) if source.kind == "argument"}
     outputs = Simulated(laid)(values)
-    return [v for v in outputs if isinstance(v, torch.Tensor)]
+    return [v for v in outputs if isinstance(v, torch.Tensor)], after
 
 
 def _value(case: Case, source: Any) -> Any:
