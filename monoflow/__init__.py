@@ -9,7 +9,7 @@ from monoflow.capture import StepGraph
 from monoflow.explain import Plan
 from monoflow.layout.register import register_rule
 from monoflow.placement import Placement as placement
-from monoflow.rewrite import on_layout
+from monoflow.rewrite import Zero, on_layout
 from monoflow.source import Frame, OpInfo
 from monoflow.step import Step, graph
 from monoflow.world import simulate
@@ -25,6 +25,7 @@ __all__ = [
     "Plan",
     "Step",
     "StepGraph",
+    "Zero",
     "arange",
     "distribute",
     "empty",

@@ -19,9 +19,8 @@ from monoflow.errors import PlacementError, RankError, StepError
 from monoflow.layout.lay_out import LaidOut, lay_out
 from monoflow.layout.order import in_order, marks_of
 from monoflow.layout.pins import Pins
-from monoflow.lower.buckets import bucket
 from monoflow.lower.inplace import restore_inplace
-from monoflow.lower.lower import lower
+from monoflow.lower.rank_graph import rank_graph
 from monoflow.placement import Placement
 from monoflow.rewrite import apply_layout_passes
 from monoflow.run import Executor
@@ -282,8 +281,7 @@ class Parallel:
 
     def local_graph(self, laid: LaidOut, coordinate: tuple[int, ...]) -> fx.Graph:
         """One rank's graph, ready to be compiled but for the names of its process groups."""
-        graph = lower(laid.captured.graph.graph, self.placement.shape, coordinate, self.options.random)
-        bucket(graph)
+        graph = rank_graph(laid, coordinate, self.options.random)
         restore_inplace(graph)
         return graph
 

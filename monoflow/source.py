@@ -163,6 +163,12 @@ class OpInfo:
             own = user_frame(self.forward.source)
         return own or user_frame(self.source)
 
+    @property
+    def block(self) -> str:
+        """The module path up to its first number, the element of a ModuleList or Sequential: `h.3.attn.qkv` is in `h.3`; "" without any."""
+        names = self.module.split(".")
+        return next((".".join(names[:count]) for count, name in enumerate(names, 1) if name.isdigit()), "")
+
     def lines(self) -> Iterator[str]:
         """One header line, then the user's line(s), for printing over the op."""
         where = f" {self.module}" if self.module else ""

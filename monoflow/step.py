@@ -19,7 +19,7 @@ from monoflow.capture.graph import Captured
 from monoflow.compile import choose_backend, compile_graph, compile_guards
 from monoflow.errors import CompileError, CompileWarning, RecompileWarning, StepError
 from monoflow.progress import Progress
-from monoflow.rewrite import OnLayout, Pass, apply_passes
+from monoflow.rewrite import OnLayout, Pass, Zero, apply_passes, zero_passes
 from monoflow.run import Executor, keep_freed_memory
 from monoflow.state import Inventory, State
 from monoflow.tree import Rebuild, arguments_key, flatten
@@ -268,6 +268,7 @@ def graph(
     inputs: LayoutLike | Mapping[str, LayoutLike] | None = None,
     sync: Literal["rank0", "error"] = "rank0",
     random: Literal["exact", "fast"] = "exact",
+    zero: int | Zero = 0,
     backend: str = "auto",
     passes: Iterable[Pass | OnLayout] = (),
     progress: bool = True,
@@ -287,6 +288,8 @@ def graph(
             RankError if they differ.
         random: "exact": random values (dropout) are those of one device, whatever the layout; every rank draws the whole tensor and keeps
             its piece. "fast", for large meshes: each piece is drawn by itself, equal on ranks that hold the same one.
+        zero: the stage of ZeRO, by which what the ranks would hold alike is cut into pieces: 1 optimizer state, 2 gradients as well,
+            3 parameters as well (they become global tensors); or `mf.Zero(stage=3, dim="dp", min_size=1024)`.
         backend: "aten" (starts in seconds, equal to eager PyTorch to the bit), "inductor" (generated C++, fastest), or
             "auto": "inductor" where C++ can be built, else "aten" (also, with a warning, for a graph that Inductor cannot compile).
         passes: functions from the captured graph to the same graph, applied in order (see docs/passes.md); those marked with
@@ -302,7 +305,7 @@ def graph(
     The idea of a whole training job as one static graph over placed tensors is OneFlow's (nn.Graph, SBP).
     """
     owned = State(state)
-    options = StepOptions(placement, layout or {}, inputs, sync, random, backend, tuple(passes), progress)
+    options = StepOptions(placement, layout or {}, inputs, sync, random, zero, backend, tuple(passes), progress)
 
     def decorate(function: Callable[P, R]) -> Step[P, R]:
         if not callable(function):
@@ -321,6 +324,7 @@ class StepOptions:
     inputs: LayoutLike | Mapping[str, LayoutLike] | None = None
     sync: Literal["rank0", "error"] = "rank0"
     random: Literal["exact", "fast"] = "exact"
+    zero: int | Zero = 0
     backend: str = "auto"
     passes: tuple[Pass | OnLayout, ...] = ()
     progress: bool = True
@@ -330,8 +334,9 @@ class StepOptions:
         for name, given, known in (("sync", self.sync, ("rank0", "error")), ("random", self.random, ("exact", "fast"))):
             if given not in known:
                 raise StepError(f"{name}={given!r}: choose {' or '.join(map(repr, known))}")
-        if self.placement is None and (self.layout or self.inputs is not None):
-            raise StepError("layout= and inputs= say how tensors lie over ranks: give placement= as well")
+        sharded = bool(zero_passes(self.zero))
+        if self.placement is None and (self.layout or self.inputs is not None or sharded):
+            raise StepError("layout=, inputs= and zero= say how tensors lie over ranks: give placement= as well")
 
     @property
     def graph_passes(self) -> list[Pass]:
@@ -340,8 +345,8 @@ class StepOptions:
 
     @property
     def layout_passes(self) -> list[OnLayout]:
-        """Those over the laid-out graph, which one device does not have."""
-        return [p for p in self.passes if isinstance(p, OnLayout)]
+        """Those over the laid-out graph, which one device does not have: ZeRO's, then the user's."""
+        return zero_passes(self.zero) + [p for p in self.passes if isinstance(p, OnLayout)]
 
 
 def make_step(function: Callable[P, R], state: State, options: StepOptions) -> Step[P, R]:

@@ -67,6 +67,7 @@ def _main() -> None:
     result = getattr(importlib.import_module(module), name)(*args)
     Path(sys.argv[2]).write_bytes(pickle.dumps(result))
     if dist.is_initialized():
+        dist.barrier()  # the first rank keeps the store that the others still talk to
         dist.destroy_process_group()
 
 

@@ -6,8 +6,10 @@ import torch
 from torch import fx
 
 from monoflow._torch import FakeTensorMode
-from monoflow.lower.buckets import bucket
+from monoflow.layout.cost import DEFAULTS
+from monoflow.layout.lay_out import Schedule
 from monoflow.lower.emit import Emitter
+from monoflow.lower.schedule import order_communication
 from monoflow.run.simulated import run_lockstep
 
 functional = torch.ops._c10d_functional
@@ -37,7 +39,7 @@ def test_buckets_keep_the_results_and_the_order_of_nodes() -> None:
     wanted = run_lockstep([reductions(), reductions()], pieces, (2,))
     graphs = [reductions(), reductions()]
     for graph in graphs:
-        bucket(graph)
+        order_communication(graph, DEFAULTS["cpu"].link, Schedule())
         assert list(reversed(list(reversed(graph.nodes)))) == list(graph.nodes)
         joined = [n for n in graph.nodes if "all_reduce" in str(n.target)]
         assert len(joined) == 2

@@ -218,6 +218,13 @@ def only_looks(user: fx.Node, value: fx.Node) -> bool:
     return bool(results) and all(storage_id(r) == memory for r in results)
 
 
+def finished_by(user: fx.Node) -> list[fx.Node]:
+    """The ops by which a user is done with its arguments: itself and, of a collective, which runs in the background, the waits for it."""
+    target = user.target
+    in_background = isinstance(target, OpOverload) and target._schema.name.startswith("_c10d_functional::") and "wait" not in target.name()
+    return [user, *user.users] if in_background else [user]
+
+
 def is_effect(node: fx.Node) -> bool:
     """True for an op that must run although nobody uses its result: it writes, or it draws random numbers."""
     if node.op != "call_function":

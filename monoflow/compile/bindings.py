@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload, TorchDispatchMode, nn_functions, variable_functions
+from monoflow.control_edge import after
 from monoflow.schema import bind_arguments
 
 _INFIX: dict[Any, str] = {
@@ -26,6 +27,7 @@ _INFIX: dict[Any, str] = {
     operator.neg: "(-{})",
     operator.getitem: "{}[{}]",
     torch.ops.aten._local_scalar_dense.default: "{}.item()",
+    after: "{}",
 }
 
 

@@ -47,6 +47,7 @@ class Plan:
 
 def plan_regions(graph: fx.Graph) -> Plan:
     """Orders and groups all call nodes. Ops with effects keep their order among each other."""
+    _items_beside_source(graph)
     runs = _Runs()
     for node in graph.nodes:
         if node.op == "call_function":
@@ -62,6 +63,13 @@ def plan_regions(graph: fx.Graph) -> Plan:
         else:
             parts.extend(_joined(part, repeated))
     return Plan(tuple(_region_or_ops(parts)))
+
+
+def _items_beside_source(graph: fx.Graph) -> None:
+    """Takes the results of an op that has several next to it: what leaves a region is single tensors."""
+    for node in reversed([*graph.nodes]):
+        if node.target is operator.getitem:
+            node.args[0].append(node)
 
 
 def _region_or_ops(parts: list[list[fx.Node] | fx.Node]) -> Iterator[Region | fx.Node]:
@@ -166,15 +174,11 @@ class _Runs:
 
 
 def _block(node: fx.Node) -> str | None:
-    """Phase, and the module path up to its first number: the element of a ModuleList or Sequential."""
+    """Phase and block of a model's module. One result of several is where the op is."""
+    while node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
     info = node.meta.get("op")
-    if not isinstance(info, OpInfo):
-        return None
-    names = info.module.split(".")
-    for count, name in enumerate(names, 1):
-        if name.isdigit():
-            return f"{info.phase} {'.'.join(names[:count])}"
-    return None
+    return f"{info.phase} {info.block}" if isinstance(info, OpInfo) and info.block else None
 
 
 def _by_block(run: list[fx.Node]) -> list[tuple[str | None, list[fx.Node]]]:

@@ -26,6 +26,11 @@ class Link:
     bandwidth: float
     latency: float
 
+    @property
+    def worthwhile(self) -> int:
+        """Bytes from which on a collective is worth starting by itself: latency is a twentieth of the time they take."""
+        return int(20 * self.latency * self.bandwidth)
+
 
 @dataclass(frozen=True, slots=True)
 class Costs:

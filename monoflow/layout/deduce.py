@@ -31,9 +31,10 @@ from monoflow.layout.expansions import EXPANSIONS
 from monoflow.layout.options import Group, Option, flat_tensors, groups_of, whole_group
 from monoflow.layout.table import find_entry, rule_line
 from monoflow.layout.values import is_item, map_layouts, tensor_inputs, whole_layout
-from monoflow.layout_hint import is_hint
+from monoflow.layout_hint import is_alone, is_hint
 from monoflow.sbp import Layout, Partial, Sbp, Split, broadcast, layout, partial_sum
 from monoflow.schema import op_name
+from monoflow.source import OpInfo
 
 LAZY = 0.999
 """Between passing a partial sum on and reducing it at once, at equal cost, it is passed on: it may yet be added to another."""
@@ -113,7 +114,11 @@ class _Deduction:
             wanted = layout(node.args[1], len(self.mesh_shape), node.meta["val"].dim())  # type: ignore[arg-type]
         except SbpError as exc:
             raise SbpError(f"{describe_node(node)}: {exc}") from None
-        self._settle(node, [wanted], [wanted])
+        if is_alone(node):
+            node.meta["needs"] = (wanted,)
+            self._give(node, wanted)
+        else:
+            self._settle(node, [wanted], [wanted])
 
     def _op(self, node: fx.Node, target: OpOverload) -> list[fx.Node]:
         call = Call.of(node)
@@ -138,7 +143,7 @@ class _Deduction:
         layouts: list[Layout] = [self.whole] * len(results)
         cuts: list[tuple[str, int]] = [("", 0)] * len(self.mesh_shape)
         for group in groups:
-            chosen = self._choose(group, inputs, results)
+            chosen = self._choose(group, inputs, results, _is_update(node))
             cuts = [(option.factor, option.size) if option.offset else cut for option, cut in zip(chosen, cuts, strict=True)]
             for at, place in enumerate(group.inputs):
                 needs[place] = tuple(option.inputs[at] for option in chosen)
@@ -181,7 +186,7 @@ class _Deduction:
 
     # Choosing
 
-    def _choose(self, group: Group, inputs: list[fx.Node], results: list[Any]) -> list[Option]:
+    def _choose(self, group: Group, inputs: list[fx.Node], results: list[Any], is_update: bool) -> list[Option]:
         """An option for each mesh dimension."""
         nodes = [inputs[place] for place in group.inputs]
         values = [results[place] for place in group.outputs]
@@ -189,7 +194,7 @@ class _Deduction:
         for i, parts in enumerate(self.mesh_shape):
             best, least = group.options[0], math.inf
             for option in group.options:
-                if not option.fits(parts * self._parts_before(option, chosen)):
+                if not option.fits(parts * self._parts_before(option, chosen)) or (is_update and _rounds(option, values)):
                     continue
                 cost = self._cost(option, i, nodes, values)
                 if cost < least:
@@ -255,6 +260,21 @@ class _Deduction:
     def _convert(self, node: fx.Node, wanted: Layout) -> None:
         if wanted not in self.versions[node]:
             self.versions[node].append(wanted)
+
+
+def _is_update(node: fx.Node) -> bool:
+    info = node.meta.get("op")
+    return isinstance(info, OpInfo) and info.phase == "update"
+
+
+def _rounds(option: Option, values: list[Any]) -> bool:
+    """True where an op's sum would be taken apart into terms of half precision.
+
+    In an update that rounding, which one device does not have, would stay in the parameters (Muon's iterations are in bfloat16).
+    """
+    return option.kind == "cut" and any(
+        isinstance(s, Partial) and v.dtype in (torch.bfloat16, torch.float16) for s, v in zip(option.outputs, values, strict=True)
+    )
 
 
 def _has_rule(target: OpOverload) -> bool:

@@ -232,7 +232,9 @@ def batch_norm_backward(
 
 
 def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """A reduction of powers, and the root of it."""
+    """A reduction of powers, and the root of it. As in PyTorch's kernel, half precision is for arguments and results only."""
+    if x.dtype in (torch.bfloat16, torch.float16) and dtype is None:
+        return aten._to_copy(vector_norm(x, ord, dim, keepdim, dtype=torch.float32), dtype=x.dtype)
     x = aten._to_copy(x, dtype=dtype) if dtype is not None else x
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
     size = aten.abs(x)

@@ -7,7 +7,6 @@ along which it runs. Results are contiguous, but for slices and pieces of a dime
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import fx
 
 from monoflow.layout.moves import Move
 from monoflow.lower.emit import Emitter
-from monoflow.lower.ways import REDUCE_SCATTER
 from monoflow.sbp import Broadcast, Layout, Partial, Split, piece_bounds
 
 aten: Any = torch.ops.aten
@@ -110,14 +108,6 @@ def _cut(dim: int, mesh_dim: int, layout: Layout, shape: tuple[int, ...], mesh_s
 
 _COMMUNICATED = {"sum": "sum", "mean": "sum", "max": "max", "any": "max", "min": "min", "all": "min", "prod": "product"}
 
-_LOCALLY: dict[str, Callable[[Emitter, fx.Node, torch.dtype], fx.Node]] = {
-    "sum": lambda emit, pieces, dtype: emit.call(aten.sum.dim_IntList, pieces, [0], dtype=dtype),
-    "max": lambda emit, pieces, dtype: emit.call(aten.amax.default, pieces, [0]),
-    "min": lambda emit, pieces, dtype: emit.call(aten.amin.default, pieces, [0]),
-    "product": lambda emit, pieces, dtype: emit.call(aten.prod.dim_int, pieces, 0, dtype=dtype),
-}
-"""Reduction -> the op that combines the first dimension, with a result of the given dtype."""
-
 _CARRIERS = {
     torch.bool: torch.uint8,
     torch.bfloat16: torch.float16,
@@ -198,22 +188,11 @@ class _Site:
             value = self._pad(value, cut.dim, 0, cut.longest * self.parts - cut.size)
         if cut.dim != 0:
             value = self._dim_to_rows(value, cut.dim)
-        value = self._sum_rows(self._contiguous(value), reduction)
+        target = functional.reduce_scatter_tensor.default
+        value = self._communicate(target, self._contiguous(value), _COMMUNICATED[reduction], self.parts, self.group)
         if not cut.even:
             value = self._narrow(value, cut.dim, 0, cut.bounds[1])
         return self._averaged(self._returned(value, dtype), reduction)
-
-    def _sum_rows(self, value: fx.Node, reduction: str) -> fx.Node:
-        """Every rank gets its part of the rows, combined over all ranks, in the way that is fastest on this device."""
-        tensor: torch.Tensor = value.meta["val"]
-        if REDUCE_SCATTER[tensor.device.type] == "reduce-scatter":
-            target = functional.reduce_scatter_tensor.default
-            return self._communicate(target, value, _COMMUNICATED[reduction], self.parts, self.group)
-        rows, *rest = self._shape(value)
-        lengths = [rows // self.parts] * self.parts
-        arrived = self._communicate(functional.all_to_all_single.default, value, lengths, lengths, self.group)
-        pieces = self.emit.call(aten.view.default, arrived, [self.parts, rows // self.parts, *rest])
-        return _LOCALLY[_COMMUNICATED[reduction]](self.emit, pieces, tensor.dtype)
 
     def _communicate(self, target: Any, *args: Any) -> fx.Node:
         return self.emit.call(functional.wait_tensor.default, self.emit.call(target, *args))

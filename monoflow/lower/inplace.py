@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from monoflow._torch import storage_id
-from monoflow.capture.graph import fake_mode_of_graph, only_looks, overlap
+from monoflow.capture.graph import fake_mode_of_graph, finished_by, only_looks, overlap
 from monoflow.schema import bind_arguments, inplace_twin
 
 _aten = torch.ops.aten
@@ -75,13 +75,22 @@ class _Readers:
                     alias.meta["val"] = alias.target(*args, **kwargs)  # type: ignore[operator]
             group.append(alias)
 
+    def is_overwritten(self, value: fx.Node, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> bool:
+        """True when `node` may write where `value` lies: nobody reads it later, and if it is an input's memory, that gets its new value."""
+        inputs = [a for a in self.sharing[storage_id(value.meta["val"])] if a.op == "placeholder"]
+        if any(a is value or a not in copies for a in inputs):
+            return False
+        return self.last_before(value, node, copies[inputs[0]] if inputs else None)
+
     def last_before(self, value: fx.Node, node: fx.Node, allowed: fx.Node | None = None) -> bool:
         """True when nothing reads the memory of `value` after `node`, other than `allowed`."""
         at = self.position[node]
         group = [a for a in self.sharing[storage_id(value.meta["val"])] if overlap(a.meta["val"], value.meta["val"])]
         for alias in group:
-            if any(self.position[user] > at and user is not allowed and not only_looks(user, alias) for user in alias.users):
-                return False
+            for user in alias.users:
+                last = max(map(self.position.__getitem__, finished_by(user)))
+                if last > at and user is not allowed and not only_looks(user, alias):
+                    return False
         return not any(alias is not value and alias in node.all_input_nodes for alias in group)
 
 
@@ -127,21 +136,23 @@ def _restore_list(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]
             continue
         values = bound[written[index]]
         pairs.extend((one, values[one.args[1]]) for one in item.users)
-    ends: list[tuple[fx.Node, fx.Node, fx.Node]] = []
+    ends: list[tuple[fx.Node, fx.Node, fx.Node | None]] = []
     for result, value in pairs:
         copy = copies.get(value)
-        if copy is None or copy.args[1] is not result or not _alike(value, result) or not readers.last_before(value, node, copy):
-            if result.users:
+        if copy is not None and copy.args[1] is result and _alike(value, result) and readers.last_before(value, node, copy):
+            ends.append((result, value, copy))
+        elif result.users:
+            if not _alike(value, result) or not readers.is_overwritten(value, node, copies):
                 return
-            continue
-        ends.append((result, value, copy))
+            ends.append((result, value, None))
     untouched = [v for name in written for v in bound[name] if v not in [value for _, value, _ in ends]]
     if any(not readers.last_before(v, node) or v.op == "placeholder" for v in untouched if isinstance(v, fx.Node)):
         return
     node.target = twin
     for result, value, copy in ends:
-        graph.erase_node(copy)
-        del copies[value]
+        if copy is not None:
+            graph.erase_node(copy)
+            del copies[value]
         result.replace_all_uses_with(value)
     for item in list(node.users):
         for one in list(item.users):

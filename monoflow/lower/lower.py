@@ -15,7 +15,7 @@ from monoflow.layout.call import Call
 from monoflow.layout.cost import transfer_cost
 from monoflow.layout.options import flat_tensors
 from monoflow.layout.values import is_item, layout_of
-from monoflow.layout_hint import is_hint
+from monoflow.layout_hint import is_alone, is_hint
 from monoflow.lower.boxing import convert
 from monoflow.lower.draws import draw, draw_piece
 from monoflow.lower.emit import Emitter
@@ -91,9 +91,9 @@ class _Lowering:
 
     # Versions of a value
 
-    def _as(self, node: fx.Node, wanted: Layout) -> fx.Node:
-        """The value in a layout: as it is there already, or converted from the nearest layout in which it is."""
-        versions = self.versions[node]
+    def _as(self, node: fx.Node, wanted: Layout, keep: bool = True) -> fx.Node:
+        """The value in a layout: as it is there already, or converted from the nearest layout in which it is, for later users as well."""
+        versions = self.versions[node] if keep else dict(self.versions[node])
         if wanted not in versions:
             value = node.meta["val"]
             nearest = min(versions, key=lambda v: transfer_cost(v, wanted, tuple(value.shape), value.element_size(), self.mesh_shape))
@@ -112,7 +112,7 @@ class _Lowering:
             args, kwargs = self._arguments((node.args, node.kwargs), needs)
             return self.emit.node(target, tuple(args), dict(kwargs), node.meta.get("val"))
         if is_hint(target):
-            return self._as(node.args[0], next(needs))  # type: ignore[arg-type]
+            return self._as(node.args[0], next(needs), keep=not is_alone(node))  # type: ignore[arg-type]
         names = tensor_arguments(target)
         bound = bind_arguments(target, node.args, node.kwargs)
         tensors = {name: self._arguments(bound[name], needs) for name in names}

@@ -37,5 +37,5 @@ def apply_layout_passes(laid: LaidOut, passes: Iterable[OnLayout], pins: Pins) -
         if not isinstance(found, LaidOut):
             name = getattr(one.run, "__name__", type(one.run).__name__)
             raise GraphError(f"after pass {name}: a layout pass returns the laid-out step it was given, got {type(found).__name__}")
-        laid = deduced(found.captured, found.placement, pins)
+        laid = deduced(found.captured, found.placement, pins, found.schedule)
     return laid

@@ -9,7 +9,7 @@ from torch import fx
 
 from monoflow.cutting import assemble, coordinates, cut
 from monoflow.layout.lay_out import LaidOut
-from monoflow.lower.lower import lower
+from monoflow.lower.rank_graph import rank_graph
 from monoflow.rng import Random
 from monoflow.run.simulated import run_lockstep
 from monoflow.sbp import Layout
@@ -23,7 +23,8 @@ class Simulated:
     def __init__(self, laid: LaidOut, random: Random = "exact") -> None:
         self._random: Random = random
         self._mesh_shape = laid.placement.shape
-        graph = self._graph = laid.captured.graph.graph
+        self._laid = laid
+        graph = laid.graph
         self._local: list[fx.Graph] = []
         self._inputs, self._outputs = laid.inputs, laid.outputs
         places = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
@@ -33,7 +34,7 @@ class Simulated:
     def _graphs(self) -> list[fx.Graph]:
         """Every rank's graph, made for the first run: a plan for a thousand ranks needs only one of them."""
         if not self._local:
-            self._local = [lower(self._graph, self._mesh_shape, at, self._random) for at in coordinates(self._mesh_shape)]
+            self._local = [rank_graph(self._laid, at, self._random) for at in coordinates(self._mesh_shape)]
         return self._local
 
     def __call__(self, values: list[Any]) -> list[Any]:
