@@ -72,14 +72,42 @@ def worker(sizes: Sequence[float], rounds: int, file: str) -> None:
     dist.destroy_process_group()
 
 
+def crash(file: str, seconds: float = 30) -> None:
+    """Two all-gathers at once, over and over. With PyTorch 2.13 and gloo the process mostly dies within ten seconds."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
+    ended = torch.zeros(1)
+    start, rounds = time.perf_counter(), 0
+    while not ended:
+        started = [_functional.all_gather_into_tensor(torch.ones(4032), ranks, group) for _ in range(2)]
+        for value in started:
+            _wait(value)
+        rounds += 1
+        if rounds % 200 == 0:
+            ended = torch.tensor([float(time.perf_counter() - start > seconds)])
+            dist.broadcast(ended, 0)
+    if dist.get_rank() == 0:
+        Path(file).write_text(f"{rounds} rounds without a failure")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", default="0.004,1,16,64", help="megabytes, comma-separated")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--crash", action="store_true", help="start all-gathers together, in plain PyTorch, until they fail")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = [float(s) for s in options.sizes.split(",")]
+    if options.worker and options.crash:
+        crash(options.worker)
+        return 0
+    if options.crash:
+        print(on_ranks(options.ranks, "benchmarks.collectives", "--crash", "--worker"))
+        return 0
     if options.worker:
         worker(sizes, options.rounds, options.worker)
         return 0

@@ -208,6 +208,7 @@ WORKLOADS: dict[str, Workload] = {
     "mlp": Workload(MLP, _vectors, classify, "MLP, 6 layers of 64, batch 32"),
     "gpt-4M": Workload(lambda: GPT(layers=6, width=224, heads=7), _text, predict_next, "GPT, 6 layers of 224, batch 8 x 128"),
     "gpt-30M": Workload(lambda: GPT(layers=12, width=448, heads=7), _text, predict_next, "GPT, 12 layers of 448, batch 8 x 128"),
+    "gpt-120M": Workload(lambda: GPT(layers=12, width=896, heads=14), _text, predict_next, "GPT, 12 layers of 896, batch 8 x 128"),
     "gpt-4layer": Workload(lambda: GPT(layers=4, width=256, heads=4), _text, predict_next, "GPT, 4 layers of 256, batch 8 x 128"),
     "gpt-12layer": Workload(lambda: GPT(layers=12, width=256, heads=4), _text, predict_next, "GPT, 12 layers of 256, batch 8 x 128"),
     "resnet": Workload(ResNet, _images, classify, "ResNet-18 at half width, batch 8 x 32 x 32"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from torch import fx, nn
 from monoflow.agreement import fingerprint64, stable_text
 from monoflow.capture import is_capturing
 from monoflow.capture.graph import Captured, StepGraph, describe_node
-from monoflow.errors import RankError
+from monoflow.compile import prepared_graph
+from monoflow.errors import RankError, StepError
+from monoflow.explain.memory import predict_memory
 from monoflow.explain.plan import Plan, PlannedCollective, PlannedTensor
 from monoflow.layout.functionalize import functionalize
 from monoflow.layout.lay_out import LaidOut
@@ -20,6 +23,7 @@ from monoflow.lower.traffic import collectives_of
 from monoflow.parallel import Call, Parallel
 from monoflow.progress import Progress
 from monoflow.run import Executor
+from monoflow.run.track import MemoryTracker
 from monoflow.sbp import format_layout
 from monoflow.state import Inventory, State
 from monoflow.step import Step, StepOptions, _surroundings
@@ -103,7 +107,22 @@ class ParallelStep(Step[P, R]):
         memory.
         """
         laid = self.laid_out(*args, **kwargs)
-        return make_plan(self.name, laid, self._parallel.local_graph(laid, (0,) * laid.placement.ndim))
+        return make_plan(self.name, laid, self._parallel.local_graph(laid, (0,) * laid.placement.ndim), self.backend)
+
+    def measure(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
+        """Takes one step, as a call does, and counts the bytes of all tensors meanwhile: the plan, with `measured` beside the prediction.
+
+        Collective. Slower than a call. What a kernel needs while it runs is not counted, nor what lies within regions that "inductor" has
+        compiled; `backend="aten"` shows every tensor. Raises StepError where ranks are simulated.
+        """
+        if self._parallel.simulated:
+            raise StepError("measure() counts what a process holds: simulated ranks share this one. plan() predicts their memory.")
+        plan = self.plan(*args, **kwargs)
+        leaves, structure, rebuild = flatten((args, kwargs))
+        executor = self._agreed(leaves, structure, rebuild, args, kwargs).executor
+        with MemoryTracker(executor.held_tensors(leaves)) as tracker:
+            self(*args, **kwargs)
+        return dataclasses.replace(plan, measured=tracker.peak)
 
     def _agreed(self, leaves: list[Any], structure: Hashable, rebuild: Rebuild, args: Any, kwargs: Any) -> _Known:
         """The graph of a call that is the same call on every rank. Raises RankError on all of them where it is not."""
@@ -215,7 +234,7 @@ class ParallelStep(Step[P, R]):
         return executor
 
 
-def make_plan(name: str, laid: LaidOut, local: fx.Graph) -> Plan:
+def make_plan(name: str, laid: LaidOut, local: fx.Graph, backend: str) -> Plan:
     """The plan of a laid-out step, from the graph of its first rank."""
     placement = laid.placement
     names = placement.names or tuple(map(str, range(placement.ndim)))
@@ -233,7 +252,10 @@ def make_plan(name: str, laid: LaidOut, local: fx.Graph) -> Plan:
         dtype = str(c.dtype).removeprefix("torch.")
         line = "" if user is None else str(user)
         collectives.append(PlannedCollective(c.kind, names[c.mesh_dim], c.ranks, dtype, c.size, c.sent, phase, module, line))
-    return Plan(name, str(placement), tuple(state), tuple(collectives))
+    captured = laid.captured
+    written = ["returned"] * captured.returned_count + [write.kind for write in captured.writes]
+    memory = predict_memory(prepared_graph(local, backend), [i.kind for i in captured.inputs], written)
+    return Plan(name, str(placement), tuple(state), tuple(collectives), memory)
 
 
 def _placeholders(laid: LaidOut) -> list[fx.Node]:

@@ -218,11 +218,19 @@ def only_looks(user: fx.Node, value: fx.Node) -> bool:
     return bool(results) and all(storage_id(r) == memory for r in results)
 
 
+def is_wait(target: object) -> bool:
+    """True for the op that waits for a collective."""
+    return isinstance(target, OpOverload) and target._schema.name == "_c10d_functional::wait_tensor"
+
+
+def is_collective(target: object) -> bool:
+    """True for an op that starts a collective, which then runs in the background."""
+    return isinstance(target, OpOverload) and target.namespace == "_c10d_functional" and not is_wait(target)
+
+
 def finished_by(user: fx.Node) -> list[fx.Node]:
-    """The ops by which a user is done with its arguments: itself and, of a collective, which runs in the background, the waits for it."""
-    target = user.target
-    in_background = isinstance(target, OpOverload) and target._schema.name.startswith("_c10d_functional::") and "wait" not in target.name()
-    return [user, *user.users] if in_background else [user]
+    """The ops by which a user is done with its arguments: itself and, of a collective, the waits for it."""
+    return [user, *user.users] if is_collective(user.target) else [user]
 
 
 def is_effect(node: fx.Node) -> bool:
@@ -256,11 +264,14 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def last_uses(nodes: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Node -> the values that nobody needs after it (itself, if it is a call whose result is not used)."""
+    """Node -> the values that nobody needs after it: itself, if its result is not used; what a collective took, after the wait."""
     frees: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(list(nodes)):
-        for value in dict.fromkeys([*node.all_input_nodes, node] if node.op == "call_function" else node.all_input_nodes):
+        needed = [*node.all_input_nodes, node] if node.op == "call_function" else node.all_input_nodes
+        if is_wait(node.target):
+            needed += [value for started in node.all_input_nodes if is_collective(started.target) for value in started.all_input_nodes]
+        for value in dict.fromkeys(needed):
             if value not in seen:
                 seen.add(value)
                 frees.setdefault(node, []).append(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sysconfig
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import fx
@@ -20,25 +21,41 @@ from monoflow.errors import StepError
 from monoflow.progress import Report
 
 
-def _aten(graph: fx.Graph, report: Report) -> Executable:
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """`prepare` gives a graph as it will run, `compile` makes a program of that, which it may change."""
+
+    prepare: Callable[[fx.Graph], fx.Graph]
+    compile: Callable[[fx.Graph, Report], Executable]
+
+
+def _prepare_aten(graph: fx.Graph) -> fx.Graph:
     graph = simplify(graph)
     cluster(graph)
     reuse_memory(graph)
+    return graph
+
+
+def _compile_aten(graph: fx.Graph, report: Report) -> Executable:
     return compile_program(graph, Bindings())
 
 
-def _inductor(graph: fx.Graph, report: Report) -> Executable:
-    from monoflow.compile.inductor import compile_inductor  # Inductor takes a second to import; aten never needs it
-
+def _prepare_inductor(graph: fx.Graph) -> fx.Graph:
     graph = simplify(graph)
     fuse_optimizers(graph)
     fuse_clipping(graph)
     graph.eliminate_dead_code(is_effect)
     cluster(graph)
+    return graph
+
+
+def _compile_inductor(graph: fx.Graph, report: Report) -> Executable:
+    from monoflow.compile.inductor import compile_inductor  # Inductor takes a second to import; aten never needs it
+
     return compile_inductor(graph, report)
 
 
-BACKENDS: dict[str, Callable[[fx.Graph, Report], Executable]] = {"aten": _aten, "inductor": _inductor}
+BACKENDS = {"aten": Backend(_prepare_aten, _compile_aten), "inductor": Backend(_prepare_inductor, _compile_inductor)}
 
 
 def choose_backend(name: str) -> str:
@@ -58,7 +75,13 @@ def _can_build_cpp() -> bool:
 
 def compile_graph(graph: fx.Graph, backend: str, report: Report) -> Executable:
     """Compiles a one-device graph. The graph itself is not changed."""
-    return BACKENDS[choose_backend(backend)](graph, report)
+    chosen = BACKENDS[choose_backend(backend)]
+    return chosen.compile(chosen.prepare(graph), report)
+
+
+def prepared_graph(graph: fx.Graph, backend: str) -> fx.Graph:
+    """The graph as a backend runs it; the graph itself is not changed."""
+    return BACKENDS[choose_backend(backend)].prepare(graph)
 
 
 def compile_guards(guards: fx.GraphModule | None) -> Executable | None:

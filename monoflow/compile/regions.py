@@ -18,9 +18,11 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload
-from monoflow.capture.graph import memory_of, written_nodes
+from monoflow.capture.graph import is_collective, memory_of, written_nodes
 from monoflow.schema import bind_arguments, is_random
 from monoflow.source import OpInfo
+
+_aten = torch.ops.aten
 
 MIN_BLOCK = 8
 """Ops below which a repeated block is not worth a call of its own: a compiled region costs some ten microseconds to call."""
@@ -48,7 +50,7 @@ class Plan:
 def plan_regions(graph: fx.Graph) -> Plan:
     """Orders and groups all call nodes. Ops with effects keep their order among each other."""
     _items_beside_source(graph)
-    runs = _Runs()
+    runs = _Runs(_sent(graph))
     for node in graph.nodes:
         if node.op == "call_function":
             runs.add(node)
@@ -63,6 +65,28 @@ def plan_regions(graph: fx.Graph) -> Plan:
         else:
             parts.extend(_joined(part, repeated))
     return Plan(tuple(_region_or_ops(parts)))
+
+
+_PACKING = frozenset(
+    (
+        _aten.cat.default,
+        _aten.clone.default,
+        _aten.constant_pad_nd.default,
+        _aten.contiguous.default,
+        _aten.repeat.default,
+        _aten.reshape.default,
+    )
+)
+
+
+def _sent(graph: fx.Graph) -> set[fx.Node]:
+    """Ops that only put together what a collective takes. Most of them do nothing, or copy once; as regions they would all be copies."""
+    found: set[fx.Node] = set()
+    for node in reversed([*graph.nodes]):
+        moves = node.target in _PACKING or (isinstance(node.target, OpOverload) and node.target.is_view)
+        if moves and node.users and all(user in found or is_collective(user.target) for user in node.users):
+            found.add(node)
+    return found
 
 
 def _items_beside_source(graph: fx.Graph) -> None:
@@ -143,7 +167,8 @@ def _draws(node: fx.Node) -> bool:
 class _Runs:
     """Collects compilable ops into long runs; other ops move before the open run where they do not depend on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, excluded: set[fx.Node]) -> None:
+        self._excluded = excluded
         self.parts: list[list[fx.Node] | fx.Node] = []
         self._run: list[fx.Node] = []
         self._inside: set[fx.Node] = set()
@@ -151,7 +176,7 @@ class _Runs:
         self._written: set[int] = set()
 
     def add(self, node: fx.Node) -> None:
-        if compilable(node) and not (node.target is operator.getitem and node.args[0] not in self._inside):
+        if node not in self._excluded and compilable(node) and not (node.target is operator.getitem and node.args[0] not in self._inside):
             self._run.append(node)
             self._inside.add(node)
             self._storages |= set(memory_of([node, *node.all_input_nodes]))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console, ConsoleOptions
 from rich.table import Table
+
+from monoflow.explain.memory import Memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,19 @@ class PlannedCollective:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one call of a step does on a rank. Sizes are in bytes, for the first rank of the placement."""
+    """What one call of a step does on a rank. Sizes are in bytes, for the first rank of the placement.
+
+    state, collectives   what a rank holds, and what it communicates
+    memory               what it takes, predicted from the graph as the step's backend runs it
+    measured             the peak in bytes that `Step.measure` has counted on this rank; None where the step has not been run for it
+    """
 
     step: str
     placement: str
     state: tuple[PlannedTensor, ...]
     collectives: tuple[PlannedCollective, ...]
+    memory: Memory = field(default_factory=Memory)
+    measured: int | None = None
 
     @property
     def bytes_sent(self) -> int:
@@ -61,12 +70,14 @@ class Plan:
         """A plan from `to_json`."""
         found = json.loads(text)
         state = tuple(PlannedTensor(**{**t, "shape": tuple(t["shape"])}) for t in found["state"])
-        return cls(found["step"], found["placement"], state, tuple(PlannedCollective(**c) for c in found["collectives"]))
+        collectives = tuple(PlannedCollective(**c) for c in found["collectives"])
+        return cls(found["step"], found["placement"], state, collectives, Memory(**found["memory"]), found["measured"])
 
     def tables(self) -> Iterable[Table]:
-        """A table of what is communicated, and one of where the state lies."""
+        """Tables of what is communicated, of where the state lies, and of memory."""
         yield self._collective_table()
         yield self._state_table()
+        yield self._memory_table()
 
     def _collective_table(self) -> Table:
         table = Table(title=f"{self.step} on {self.placement}: communication in a step", title_justify="left")
@@ -98,6 +109,24 @@ class Plan:
             held[tensor.kind, tensor.layout] += tensor.bytes
         for (kind, found), number in count.items():
             table.add_row(kind, found, str(number), f"{held[kind, found]:,}")
+        return table
+
+    def _memory_table(self) -> Table:
+        memory = self.memory
+        where = " ".join(filter(None, (memory.op.split("(")[0], memory.line)))
+        table = Table(title=f"memory of a rank; its peak comes with {where}" if where else "memory of a rank", title_justify="left")
+        table.add_column("bytes of")
+        table.add_column("between steps", justify="right")
+        table.add_column("at the peak", justify="right")
+        for name in ("parameters", "buffers", "state", "gradients", "arguments"):
+            value = f"{getattr(memory, name):,}"
+            table.add_row(name, "" if name == "arguments" else value, "" if name == "gradients" else value)
+        for name in ("activations", "communication", "update"):
+            table.add_row(name, "", f"{getattr(memory, name):,}")
+        table.add_section()
+        table.add_row("all", f"{memory.between_steps + memory.buffers:,}", f"{memory.peak:,}")
+        if self.measured is not None:
+            table.add_row("measured", "", f"{self.measured:,}")
         return table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterable[Table]:

@@ -237,6 +237,8 @@ def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = Fals
         return aten._to_copy(vector_norm(x, ord, dim, keepdim, dtype=torch.float32), dtype=x.dtype)
     x = aten._to_copy(x, dtype=dtype) if dtype is not None else x
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
+    if ord == 2 and not x.is_complex():
+        return aten.sqrt(aten.sum.dim_IntList(x * x, dims, keepdim))
     size = aten.abs(x)
     if ord == math.inf:
         return aten.amax(size, dims, keepdim)

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload, storage_id
-from monoflow.capture.graph import memory_of, only_looks, written_nodes
+from monoflow.capture.graph import is_collective, is_wait, memory_of, written_nodes
 from monoflow.control_edge import insert_after
 from monoflow.layout.cost import Link
 from monoflow.layout.lay_out import Schedule
@@ -139,11 +139,14 @@ def _chain(node: fx.Node) -> tuple[list[fx.Node], fx.Node]:
     return chain, value
 
 
-_PREPARING = frozenset((_aten.constant_pad_nd.default, _aten.contiguous.default, _aten._to_copy.default, _aten.clone.default))
+_PREPARING = frozenset(
+    (_aten.constant_pad_nd.default, _aten.contiguous.default, _aten._to_copy.default, _aten.clone.default, _aten.reshape.default)
+)
 
 
 def _prepares(node: fx.Node) -> bool:
-    return node.target in _PREPARING or (isinstance(node.target, OpOverload) and node.target.is_view)
+    """True for an op that only moves a value, or casts it."""
+    return node.target in _PREPARING or (isinstance(node.target, OpOverload) and node.target.is_view and len(node.all_input_nodes) == 1)
 
 
 # Inputs that are gathered
@@ -151,9 +154,10 @@ def _prepares(node: fx.Node) -> bool:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Gathers that start together; `block` is the part of the model for which they are."""
+    """Gathers that start together; `use` is the op that takes the first of them, in `phase`."""
 
-    block: tuple[str, str]
+    use: fx.Node
+    phase: str
     gathers: list[fx.Node] = field(default_factory=list)
     size: int = 0
 
@@ -161,56 +165,56 @@ class _Bucket:
 def _prefetch(graph: fx.Graph, closed_at: int, ahead: int) -> None:
     """Inputs are gathered when the bucket that is used `ahead` buckets earlier comes into use."""
     buckets = list(_gathered_inputs(graph, closed_at))
-    uses = [_first_wait(bucket) for bucket in buckets]
-    makers = [_made_last(wait) for wait in uses]
+    made = [_made_last(bucket.use) for bucket in buckets]
     for number, bucket in enumerate(buckets):
         at = max(number - ahead, 0)
+        before = made[at] if number >= ahead else None
         for gather in bucket.gathers:
             gather.meta[BUCKET] = number
             chain, value = _chain(gather)
             for one in reversed(chain):
-                uses[at].prepend(one)
-            made = makers[at]
-            if made is not None and number >= ahead:
-                insert_after(value, [made], chain[-1])
+                buckets[at].use.prepend(one)
+            if before is not None:
+                insert_after(value, [before], chain[-1])
 
 
 def _gathered_inputs(graph: fx.Graph, closed_at: int) -> Iterator[_Bucket]:
-    """In the order of use. A bucket is closed where another block begins, if it is large enough, and where another phase does."""
+    """In the order of use. A bucket ends when it is large enough, and where another phase begins; what one op takes starts together."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    gathers = [n for n in graph.find_nodes(op="call_function", target=ALL_GATHER) if _chain(n)[1].op == "placeholder"]
+    uses = {node: min(users, key=position.__getitem__) for node in gathers if (users := _users(node))}
     bucket: _Bucket | None = None
-    for node in graph.find_nodes(op="call_function", target=ALL_GATHER):
-        if _chain(node)[1].op != "placeholder":
-            continue
-        block = _block(node)
-        if bucket is not None and block != bucket.block and (bucket.size >= closed_at or block[0] != bucket.block[0]):
+    last: fx.Node | None = None
+    for node in sorted(uses, key=lambda n: position[uses[n]]):
+        use, phase = uses[node], _phase(node)
+        if bucket is not None and use is not last and (bucket.size >= closed_at or phase != bucket.phase):
             yield bucket
             bucket = None
-        bucket = bucket or _Bucket(block)
-        bucket.block = block
+        bucket = bucket or _Bucket(use, phase)
         bucket.gathers.append(node)
         bucket.size += bytes_of(node)
+        last = use
     if bucket is not None:
         yield bucket
 
 
-def _block(node: fx.Node) -> tuple[str, str]:
-    """Phase, and the block of the model, or the module where it is in none."""
+def _users(gather: fx.Node) -> list[fx.Node]:
+    """The ops that compute with a gathered value: what waits for it and only moves it is passed over."""
+    found: list[fx.Node] = []
+    for user in gather.users:
+        found += _users(user) if is_wait(user.target) or _prepares(user) else [user]
+    return found
+
+
+def _phase(node: fx.Node) -> str:
     info = node.meta.get("op")
-    return (info.phase, info.block or info.module) if isinstance(info, OpInfo) else ("", "")
+    return info.phase if isinstance(info, OpInfo) else ""
 
 
-def _first_wait(bucket: _Bucket) -> fx.Node:
-    return min(wait for gather in bucket.gathers for wait in gather.users)
-
-
-def _made_last(wait: fx.Node) -> fx.Node | None:
+def _made_last(use: fx.Node) -> fx.Node | None:
     """What is computed last before a gathered input comes into use: of the values that its user takes beside it, else of all."""
-    users = [wait]
-    for value in users:
-        users.extend(user for user in value.users if only_looks(user, value))
-    beside = (n for value in users for user in value.users for n in user.all_input_nodes)
-    found = max((n for n in beside if n < wait and _is_computed(n)), default=None)
-    node = wait.prev
+    found = max((n for n in use.all_input_nodes if _is_computed(n)), default=None)
+    node = use.prev
     while found is None and node.op == "call_function":
         found = node if _is_computed(node) else None
         node = node.prev
@@ -223,11 +227,7 @@ def _is_computed(node: fx.Node) -> bool:
         return False
     while _prepares(node):
         node = node.args[0]  # type: ignore[assignment]
-    return node.op == "call_function" and not _is_communication(node)
-
-
-def _is_communication(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and node.target.namespace == "_c10d_functional"
+    return node.op == "call_function" and not (is_collective(node.target) or is_wait(node.target))
 
 
 # Waits
@@ -259,14 +259,11 @@ def _wait_late(graph: fx.Graph) -> None:
         before.append(node)
 
 
-_LATE = frozenset((operator.getitem, _aten.split_with_sizes.default, _aten.view.default, _aten.reshape.default))
-
-
 def _moves_with_wait(node: fx.Node) -> bool:
     while node.op == "call_function":
         if node.target is WAIT:
             return True
-        if node.target not in _LATE:
+        if node.target is not operator.getitem and not _prepares(node):
             return False
         node = node.args[0]  # type: ignore[assignment]
     return False

@@ -25,6 +25,7 @@ _KINDS = {
 class Collective:
     """One collective of a graph: `sent` are the bytes that a rank sends in it, by the formula of the bandwidth-optimal algorithm.
 
+    `kind` is what it is for: on some backends an all-to-all does the work of an all-gather or a reduce-scatter.
     all-reduce 2(N-1)/N of the tensor, all-gather (N-1)/N of the result, reduce-scatter and all-to-all (N-1)/N of the argument.
     """
 
@@ -49,4 +50,4 @@ def collectives_of(graph: fx.Graph, mesh_shape: tuple[int, ...]) -> Iterator[Col
         ranks = mesh_shape[dim]
         size = value.numel() * value.element_size() * (ranks if kind == "all-gather" else 1)
         sent = size * (ranks - 1) // ranks * (2 if kind == "all-reduce" else 1)
-        yield Collective(kind, dim, ranks, value.dtype, size, sent, node.meta.get("op"))
+        yield Collective(node.meta.get("kind", kind), dim, ranks, value.dtype, size, sent, node.meta.get("op"))

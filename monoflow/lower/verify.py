@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from monoflow._torch import OpOverload
-from monoflow.capture.graph import describe_node
+from monoflow.capture.graph import describe_node, is_collective
 from monoflow.control_edge import after
 from monoflow.errors import GraphError
 from monoflow.layout.lay_out import Schedule
@@ -34,7 +33,7 @@ def verify_rank_graph(graph: fx.Graph, schedule: Schedule) -> None:
         _require("val" in node.meta and isinstance(node.meta.get("op"), OpInfo), node, "it does not know its value or its source")
         _require(all(position[n] < at for n in node.all_input_nodes), node, "it comes before something that it takes, or must come after")
         target: Any = node.target
-        if _is_collective(target):
+        if is_collective(target):
             _require(all(user.target is WAIT for user in node.users), node, "its result is used before it has been waited for")
             if BUCKET in node.meta:
                 started.setdefault(node.meta[BUCKET], at)
@@ -46,10 +45,6 @@ def verify_rank_graph(graph: fx.Graph, schedule: Schedule) -> None:
         earlier = bucket - schedule.prefetch - 1
         if earlier in used and used[earlier] > at:
             raise GraphError(f"bucket {bucket} of gathered inputs starts before bucket {earlier} is used: {schedule.prefetch} may be ahead")
-
-
-def _is_collective(target: Any) -> bool:
-    return isinstance(target, OpOverload) and target.namespace == "_c10d_functional" and target is not WAIT
 
 
 def _require(held: bool, node: fx.Node, rule: str) -> None:

@@ -104,6 +104,10 @@ class Executor:
         with torch.no_grad():
             return all(self._guards([values[p] for p in self._guard_inputs]))
 
+    def held_tensors(self, leaves: list[Any]) -> list[torch.Tensor]:
+        """The tensors that the graph takes in."""
+        return [value for value in self._inputs(leaves) if isinstance(value, torch.Tensor)]
+
     def run(self, leaves: list[Any]) -> Any:
         """One step. `leaves` are the flattened arguments. Returns what the user's function would return."""
         captured = self.captured
