@@ -15,7 +15,21 @@ from monoflow.step import Step, graph
 from monoflow.world import simulate
 
 if TYPE_CHECKING:
-    from monoflow.eager import arange, distribute, empty, full, ones, rand, randint, randn, tensor, to_global, to_local, zeros
+    from monoflow.eager import (
+        arange,
+        distribute,
+        empty,
+        full,
+        full_state_dict,
+        ones,
+        rand,
+        randint,
+        randn,
+        tensor,
+        to_global,
+        to_local,
+        zeros,
+    )
 
 __version__ = "0.1.0"
 
@@ -31,6 +45,7 @@ __all__ = [
     "empty",
     "errors",
     "full",
+    "full_state_dict",
     "graph",
     "nn",
     "on_layout",
@@ -49,7 +64,21 @@ __all__ = [
 ]
 
 _EAGER = frozenset(
-    ("arange", "distribute", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "to_global", "to_local", "zeros")
+    (
+        "arange",
+        "distribute",
+        "empty",
+        "full",
+        "full_state_dict",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "tensor",
+        "to_global",
+        "to_local",
+        "zeros",
+    )
 )
 """Names that need torch.distributed.tensor, whose import takes a second that a step on one device does without."""
 

@@ -23,12 +23,14 @@ from monoflow.lower.pieces import PIECES
 from monoflow.lower.sizes import SIZES
 from monoflow.sbp import Layout, broadcast
 from monoflow.schema import is_random, op_name
+from monoflow.whole import full_state_dict
 
 __all__ = [
     "arange",
     "distribute",
     "empty",
     "full",
+    "full_state_dict",
     "ones",
     "rand",
     "randint",

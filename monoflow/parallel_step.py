@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,6 +29,7 @@ from monoflow.sbp import format_layout
 from monoflow.state import Inventory, State
 from monoflow.step import Step, StepOptions, _surroundings
 from monoflow.tree import Rebuild, arguments_key, flatten, leaf_names
+from monoflow.whole import whole_state
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -99,6 +101,9 @@ class ParallelStep(Step[P, R]):
         laid = self.laid_out(*args, **kwargs)
         at = (0,) * laid.placement.ndim if self._parallel.simulated else self._parallel.coordinate
         return StepGraph(nn.Module(), self._parallel.local_graph(laid, at))
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        return whole_state(self._scan())
 
     def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
         """What a call with these arguments does on a rank, without running it: layouts, collectives, bytes. Collective.

@@ -8,6 +8,7 @@ need gradients). `Inventory.unchanged()` is the cheap test, run before each call
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -95,11 +96,15 @@ class _Watch:
     def __init__(self) -> None:
         self.pairs: list[tuple[Any, Any]] = []
         self.values: list[Any] = []
+        self.made_when_missing: list[tuple[dict[Any, Any], Any, Any]] = []
         self.empty: list[Any] = []
         self.sized: list[Any] = []
         self.sizes: list[int] = []
 
     def entry(self, container: Any, key: Any) -> None:
+        if isinstance(container, defaultdict):  # to look for what has gone must not bring it back
+            self.made_when_missing.append((container, key, container[key]))
+            return
         self.pairs.append((container, key))
         self.values.append(container[key])
 
@@ -113,6 +118,8 @@ class _Watch:
     def unchanged(self) -> bool:
         """Run before each call; most tables of most modules (hooks) are empty, which is cheap to see."""
         if any(self.empty) or list(map(len, self.sized)) != self.sizes:
+            return False
+        if any(container.get(key) is not value for container, key, value in self.made_when_missing):
             return False
         try:
             return all(map(operator.is_, [c[k] for c, k in self.pairs], self.values))

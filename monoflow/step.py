@@ -7,6 +7,7 @@ import types
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar
 
@@ -116,6 +117,17 @@ class Step(Generic[P, R]):
     def is_compiled(self) -> bool:
         """True once a graph has been compiled."""
         return any(e.executable is not None for executors in self._cache.values() for e in executors)
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Inside of `with train.whole_parameters():` the modules hold plain, whole parameters and buffers: to evaluate, to generate.
+
+        Collective. What was in pieces (zero=3) is a copy: what is written into it is gone after the block. Others stay as they are.
+        """
+        return nullcontext()
+
+    def stateful(self) -> dict[str, nn.Module | Optimizer]:
+        """The modules and optimizers of the step: `model`, `model1`, ..., `optimizer`, ... in the order in which they were given."""
+        return {**self._state.modules, **self._state.optimizers}
 
     # Finding the graph of a call
 
