@@ -75,14 +75,11 @@ def _formula(stage: int, ranks: int) -> float:
 def planned(workload: str, stage: int, ranks: int) -> float:
     """Bytes sent by a rank in a step, over those of the parameters, as planned for simulated ranks."""
     work = WORKLOADS[workload]
-    with torch.device("meta"):
-        batch = [torch.empty((ranks, *t.shape[1:]), dtype=t.dtype) for t in work.batch(0)]
+    batch = [torch.empty((ranks, *t.shape[1:]), dtype=t.dtype) for t in work.batch(0)]
     model = work.build()
     with mf.simulate(ranks):
-        step = _step(model, work.loss, stage)
-        fake = [torch.empty_like(t, device="cpu") for t in batch]
-        plan = step.plan(*fake)
-    return plan.bytes_sent / _size(model)
+        plan = _step(model, work.loss, stage).plan(*batch)
+    return float(plan.bytes_sent) / _size(model)
 
 
 def _step(model: nn.Module, loss: Step, stage: int) -> Any:
@@ -120,10 +117,12 @@ def _peak(step: Callable[..., Tensor], held: Sequence[Tensor], batch: Sequence[T
     return tracker.peak
 
 
-def _fsdp_peak(model: nn.Module, step: Callable[..., Tensor], batch: Sequence[Tensor]) -> int:
-    """Follows the pieces and the optimizer's state; what is gathered is made, or made larger, during the step."""
-    pieces = [p.to_local() for p in model.parameters()]  # type: ignore[attr-defined]
-    return _peak(step, pieces, batch)
+def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this rank's parameters, gradients and optimizer state."""
+    found = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    found += [value for state in optimizer.state.values() for value in state.values()]
+    local = [getattr(t, "_local_tensor", t) for t in found]
+    return sum(t.numel() * t.element_size() for t in local)
 
 
 def counted(workload: str) -> dict[str, dict[str, float]]:
@@ -139,7 +138,7 @@ def counted(workload: str) -> dict[str, dict[str, float]]:
         with SentBytes(ranks) as counter:
             step(*batch)
         plan = step.measure(*batch)
-        held = plan.memory.between_steps
+        held = _held(model, step.stateful()["optimizer"])
         found[str(stage)] = {"size": size, "sent": counter.sent, "held": held, "predicted": plan.memory.peak, "measured": plan.measured}
         del model, step
     model = work.build()

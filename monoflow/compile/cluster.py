@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from monoflow.capture.graph import memory_of, tensors_of, written_nodes
+from monoflow.capture.graph import is_collective, memory_of, tensors_of, written_nodes
 from monoflow.source import OpInfo
 
 _aten = torch.ops.aten
@@ -89,6 +89,9 @@ def _lockstep(graph: fx.Graph) -> None:
 
 
 def _is_small(node: fx.Node) -> bool:
+    """True for an op that moves. Collectives do not: sizes differ between ranks, and the order of collectives must not."""
+    if is_collective(node.target):
+        return False
     return all(v.numel() <= SMALL for n in [node, *node.all_input_nodes] for v in tensors_of(n))
 
 
