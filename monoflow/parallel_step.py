@@ -112,17 +112,20 @@ class ParallelStep(Step[P, R]):
         memory.
         """
         laid = self.laid_out(*args, **kwargs)
-        return make_plan(self.name, laid, self._parallel.local_graph(laid, (0,) * laid.placement.ndim), self.backend)
+        return self._plan_at(laid, (0,) * laid.placement.ndim)
+
+    def _plan_at(self, laid: LaidOut, coordinate: tuple[int, ...]) -> Plan:
+        return make_plan(self.name, laid, self._parallel.local_graph(laid, coordinate), self.backend)
 
     def measure(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
-        """Takes one step, as a call does, and counts the bytes of all tensors meanwhile: the plan, with `measured` beside the prediction.
+        """Takes one step, as a call does, and counts the bytes of all tensors meanwhile: this rank's plan, with `measured` filled in.
 
         Collective. Slower than a call. What a kernel needs while it runs is not counted, nor what lies within regions that "inductor" has
         compiled; `backend="aten"` shows every tensor. Raises StepError where ranks are simulated.
         """
         if self._parallel.simulated:
             raise StepError("measure() counts what a process holds: simulated ranks share this one. plan() predicts their memory.")
-        plan = self.plan(*args, **kwargs)
+        plan = self._plan_at(self.laid_out(*args, **kwargs), self._parallel.coordinate)
         leaves, structure, rebuild = flatten((args, kwargs))
         executor = self._agreed(leaves, structure, rebuild, args, kwargs).executor
         with MemoryTracker(executor.held_tensors(leaves)) as tracker:
