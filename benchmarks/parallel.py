@@ -20,7 +20,7 @@ from torch import nn
 import monoflow as mf
 from benchmarks.contenders import Contender, Setup, adamw
 from benchmarks.report import console as make_console
-from benchmarks.rounds import add_arguments, chosen, measure, show, worker
+from benchmarks.rounds import add_arguments, chosen, measure, show, works
 from benchmarks.workloads import Step, training_step
 
 RANKS = 2
@@ -61,8 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_arguments(parser, CONTENDERS, "gpt-4M,gpt-30M,bert")
     options = parser.parse_args(arguments)
     contenders = chosen(CONTENDERS, options.contenders)
-    if options.worker:
-        worker(options.worker[0], contenders, options.rounds, options.steps, options.worker[1])
+    if works(options, contenders):
         return 0
     console = make_console()
     wrong = 0

@@ -83,7 +83,15 @@ class Runner:
         return float(loss)
 
 
-def worker(workload: str, contenders: Contenders, rounds: int, steps: int, file: str) -> None:
+def works(options: argparse.Namespace, contenders: Contenders) -> bool:
+    """True in a process that `measure` has started, after it has done its work."""
+    if options.worker:
+        workload, file = options.worker
+        _worker(workload, contenders, options.rounds, options.steps, file)
+    return bool(options.worker)
+
+
+def _worker(workload: str, contenders: Contenders, rounds: int, steps: int, file: str) -> None:
     """All contenders of a workload on this rank; the first rank writes the results."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -101,7 +109,7 @@ def worker(workload: str, contenders: Contenders, rounds: int, steps: int, file:
 def measure(module: str, ranks: int, workload: str, contenders: Sequence[str], rounds: int, steps: int) -> list[Result]:
     """Starts the processes and waits for their results. Raises RuntimeError with their last words where they fail.
 
-    `module` is the benchmark, which hands its arguments on to `worker`.
+    `module` is the benchmark, which hands its options on to `works`.
     """
     arguments = ["--contenders", ",".join(contenders), "--rounds", str(rounds), "--steps", str(steps), "--worker", workload]
     return [Result(**one) for one in json.loads(on_ranks(ranks, module, *arguments))]

@@ -17,7 +17,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ import monoflow as mf
 from benchmarks.contenders import LEARNING_RATE, Contender, adamw
 from benchmarks.parallel import ddp, monoflow
 from benchmarks.report import console as make_console
-from benchmarks.rounds import add_arguments, chosen, measure, show, worker
+from benchmarks.rounds import add_arguments, chosen, measure, show, works
 from benchmarks.torchrun import on_ranks
 from benchmarks.workloads import WORKLOADS, Step, training_step
 from monoflow.run.track import MemoryTracker
@@ -49,11 +49,15 @@ def _zero_redundancy(model: nn.Module, loss: Step) -> Step:
     return training_step(wrapped, optimizer, loss)
 
 
-def _fsdp(model: nn.Module, loss: Step) -> Step:
+def _shard_blocks(model: nn.Module) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh)  # type: ignore[arg-type]
     fully_shard(model, mesh=mesh)
+
+
+def _fsdp(model: nn.Module, loss: Step) -> Step:
+    _shard_blocks(model)
     return training_step(model, adamw(model, fused=True), loss)
 
 
@@ -111,18 +115,11 @@ class SentBytes(TorchDispatchMode):
 # Memory
 
 
-def _peak(step: Callable[..., Tensor], held: Sequence[Tensor], batch: Sequence[Tensor]) -> int:
-    with MemoryTracker([*held, *batch]) as tracker:
-        step(*batch)
-    return tracker.peak
-
-
-def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of this rank's parameters, gradients and optimizer state."""
+def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """This rank's pieces of parameters, gradients and optimizer state."""
     found = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
     found += [value for state in optimizer.state.values() for value in state.values()]
-    local = [getattr(t, "_local_tensor", t) for t in found]
-    return sum(t.numel() * t.element_size() for t in local)
+    return [getattr(t, "_local_tensor", t) for t in found]
 
 
 def counted(workload: str) -> dict[str, dict[str, float]]:
@@ -138,24 +135,19 @@ def counted(workload: str) -> dict[str, dict[str, float]]:
         with SentBytes(ranks) as counter:
             step(*batch)
         plan = step.measure(*batch)
-        held = _held(model, step.stateful()["optimizer"])
+        held = sum(t.numel() * t.element_size() for t in _held(model, step.stateful()["optimizer"]))
         found[str(stage)] = {"size": size, "sent": counter.sent, "held": held, "predicted": plan.memory.peak, "measured": plan.measured}
         del model, step
     model = work.build()
-    kept: list[torch.optim.Optimizer] = []
-    step = _fsdp_with_optimizer(model, work.loss, kept)
+    _shard_blocks(model)
+    optimizer = adamw(model, fused=True)
+    step = training_step(model, optimizer, work.loss)
     for _ in range(2):
         step(*batch)
-    state = [getattr(v, "_local_tensor", v) for s in kept[0].state.values() for v in s.values()]
-    pieces = [p._local_tensor for p in model.parameters()]  # type: ignore[attr-defined]
-    found["fsdp2"] = {"size": size, "measured": _peak(step, [*pieces, *state], batch)}
+    with MemoryTracker([*_held(model, optimizer), *batch]) as tracker:
+        step(*batch)
+    found["fsdp2"] = {"size": size, "measured": tracker.peak}
     return found
-
-
-def _fsdp_with_optimizer(model: nn.Module, loss: Step, kept: list[torch.optim.Optimizer]) -> Step:
-    step = _fsdp(model, loss)
-    kept += [cell.cell_contents for cell in step.__closure__ or () if isinstance(cell.cell_contents, torch.optim.Optimizer)]
-    return step
 
 
 def _held_formula(stage: int, ranks: int) -> float:
@@ -219,8 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", nargs=2, metavar=("WORKLOAD", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     contenders = chosen(CONTENDERS, options.contenders)
-    if options.worker:
-        worker(options.worker[0], contenders, options.rounds, options.steps, options.worker[1])
+    if works(options, contenders):
         return 0
     if options.count:
         torch.set_num_threads(1)

@@ -63,28 +63,10 @@ __all__ = [
     "zeros",
 ]
 
-_EAGER = frozenset(
-    (
-        "arange",
-        "distribute",
-        "empty",
-        "full",
-        "full_state_dict",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-        "tensor",
-        "to_global",
-        "to_local",
-        "zeros",
-    )
-)
-"""Names that need torch.distributed.tensor, whose import takes a second that a step on one device does without."""
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _EAGER:
+    """The public names that are not here yet: they need torch.distributed.tensor, whose import takes a second that one device saves."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from monoflow import eager
 

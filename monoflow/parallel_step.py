@@ -125,9 +125,9 @@ class ParallelStep(Step[P, R]):
         """
         if self._parallel.simulated:
             raise StepError("measure() counts what a process holds: simulated ranks share this one. plan() predicts their memory.")
-        plan = self._plan_at(self.laid_out(*args, **kwargs), self._parallel.coordinate)
         leaves, structure, rebuild = flatten((args, kwargs))
         executor = self._agreed(leaves, structure, rebuild, args, kwargs).executor
+        plan = self._plan_at(self._laid[executor], self._parallel.coordinate)
         with MemoryTracker(executor.held_tensors(leaves)) as tracker:
             self(*args, **kwargs)
         return dataclasses.replace(plan, measured=tracker.peak)
@@ -267,10 +267,10 @@ def make_plan(name: str, laid: LaidOut, local: fx.Graph, backend: str) -> Plan:
 
 
 def _placeholders(laid: LaidOut) -> list[fx.Node]:
-    return laid.captured.graph.graph.find_nodes(op="placeholder")
+    return laid.graph.find_nodes(op="placeholder")
 
 
 def plan_text(laid: LaidOut) -> str:
     """Every op with the layouts of its arguments and of its result: equal on ranks that run the same plan."""
-    lines = (f"{describe_node(n)}: {n.meta.get('needs', ())} -> {n.meta.get('layout', ())}" for n in laid.captured.graph.graph.nodes)
+    lines = (f"{describe_node(n)}: {n.meta.get('needs', ())} -> {n.meta.get('layout', ())}" for n in laid.graph.nodes)
     return "\n".join(lines)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from monoflow._torch import pytree
 from monoflow.state import Inventory, Place
 from monoflow.step import Step
 from monoflow.tree import is_global
@@ -51,5 +51,5 @@ def full_state_dict(step: Step[Any, Any]) -> dict[str, Any]:
         return full.detach().to("cpu", copy=True) if first else None
 
     parts = step.stateful()
-    found = {name: tree_map(whole, part.state_dict()) for name, part in parts.items()}
+    found = {name: pytree.tree_map(whole, part.state_dict()) for name, part in parts.items()}
     return found if first else {}

@@ -51,7 +51,7 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
     gradient of zero, and what is computed for it is nothing but rounding.
     """
     worst = 0.0
-    largest = max(float(p.grad.abs().max()) for p in one.parameters() if p.grad is not None)
+    largest = max((float(p.grad.abs().max()) for p in one.parameters() if p.grad is not None), default=1.0)
     for (_, a), (_, b) in zip(_tensors(one), _tensors(other), strict=True):
         whole = b.full_tensor() if hasattr(b, "full_tensor") else b
         if a.is_floating_point():

@@ -70,8 +70,6 @@ def differences(
 ) -> tuple[float, float, mf.Step[Any, Any]]:
     """Of losses and of the model after three steps, simulated against one device."""
     losses, expected = reference(model, make, inputs)
-    for parameter in expected.parameters():  # what differences are measured by
-        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     model = copy.deepcopy(model)
     optimizers = make(model)
     with mf.simulate(torch.tensor(mesh).numel()):
@@ -82,19 +80,8 @@ def differences(
         step = graph(training_step(model, *optimizers))
         torch.manual_seed(5)
         got = [float(step(*inputs)) for _ in range(3)]
-    for parameter in expected.parameters():
-        parameter.grad = None
     loss = max(abs(a - b) / abs(a) for a, b in zip(losses, got, strict=True))
-    return loss, _parameters_differ(expected, model), step
-
-
-def _parameters_differ(one: nn.Module, other: nn.Module) -> float:
-    worst = 0.0
-    for a, b in zip([*one.parameters(), *one.buffers()], [*other.parameters(), *other.buffers()], strict=True):
-        whole = b.full_tensor() if hasattr(b, "full_tensor") else b
-        if a.is_floating_point():
-            worst = max(worst, float((a - whole).abs().max() / a.abs().max().clamp_min(1e-4)))
-    return worst
+    return loss, largest_difference(expected, model), step
 
 
 def one(optimizer: str) -> Callable[[nn.Module], list[torch.optim.Optimizer]]:
@@ -363,7 +350,7 @@ def train(stage: int, optimizer: str, backend: str) -> tuple[float, float, tuple
     torch.manual_seed(5)
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     got = [float(step(*[t.chunk(ranks)[rank] for t in inputs])) for _ in range(3)]
-    differ = _parameters_differ(expected, model)
+    differ = largest_difference(expected, model)
     with torch.no_grad(), step.whole_parameters():
         assert not any(hasattr(p, "full_tensor") for p in model.parameters())
         loss = float(model.eval()(*inputs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -228,9 +228,15 @@ def is_collective(target: object) -> bool:
     return isinstance(target, OpOverload) and target.namespace == "_c10d_functional" and not is_wait(target)
 
 
-def finished_by(user: fx.Node) -> list[fx.Node]:
-    """The ops by which a user is done with its arguments: itself and, of a collective, the waits for it."""
-    return [user, *user.users] if is_collective(user.target) else [user]
+def done_at(user: fx.Node, position: Mapping[fx.Node, int]) -> int:
+    """Where a user is done with its arguments: at its own place; a collective, which runs in the background, at the wait for it."""
+    return max(position[n] for n in (user, *user.users)) if is_collective(user.target) else position[user]
+
+
+def phase_of(node: fx.Node) -> str:
+    """ "forward", "backward" or "update"; "" for what is not an op, or does not know."""
+    info = node.meta.get("op")
+    return info.phase if node.op == "call_function" and isinstance(info, OpInfo) else ""
 
 
 def is_effect(node: fx.Node) -> bool:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from monoflow.capture.graph import is_collective, memory_of, tensors_of, written_nodes
-from monoflow.source import OpInfo
+from monoflow.capture.graph import is_collective, memory_of, phase_of, tensors_of, written_nodes
 
 _aten = torch.ops.aten
 
@@ -68,11 +67,6 @@ def cluster(graph: fx.Graph) -> None:
         _merge(graph, run)
 
 
-def _is_update(node: fx.Node) -> bool:
-    info = node.meta.get("op")
-    return node.op == "call_function" and isinstance(info, OpInfo) and info.phase == "update"
-
-
 # Order
 
 
@@ -80,9 +74,9 @@ def _lockstep(graph: fx.Graph) -> None:
     """Reorders each stretch of small update ops so that equal ops stand side by side."""
     stretch: list[fx.Node] = []
     for node in [*graph.nodes]:
-        if _is_update(node) and _is_small(node):
+        if phase_of(node) == "update" and _is_small(node):
             stretch.append(node)
-        elif not _is_update(node) or not _independent(node, stretch):  # a large update op stays where it is, small ones pass it
+        elif phase_of(node) != "update" or not _independent(node, stretch):  # a large update op stays where it is, small ones pass it
             _reorder(graph, stretch)
             stretch = []
     _reorder(graph, stretch)
@@ -194,13 +188,13 @@ def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """Stretches of neighbouring update ops with equal keys, none of which needs another."""
     run: list[fx.Node] = []
     for node in graph.nodes:
-        joins = bool(run) and _is_update(node) and _group_key(node) == _group_key(run[0]) and _independent(node, run)
+        joins = bool(run) and phase_of(node) == "update" and _group_key(node) == _group_key(run[0]) and _independent(node, run)
         if joins:
             run.append(node)
             continue
         if len(run) > 1:
             yield run
-        run = [node] if _is_update(node) and _group_key(node) is not None else []
+        run = [node] if phase_of(node) == "update" and _group_key(node) is not None else []
     if len(run) > 1:
         yield run
 

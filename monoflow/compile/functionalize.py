@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload, storage_id
-from monoflow.capture.graph import finished_by, only_looks, overlap, written_nodes
+from monoflow.capture.graph import done_at, only_looks, overlap, written_nodes
 from monoflow.schema import functional_twin, is_random
 
 _aten = torch.ops.aten
@@ -91,8 +91,7 @@ class Aliases:
         return storage_id(node.meta["val"])
 
     def _used_after(self, other: fx.Node, node: fx.Node) -> bool:
-        last = (max(map(self.position.__getitem__, finished_by(user))) for user in other.users if not only_looks(user, other))
-        return any(position > self.position[node] for position in last)
+        return any(done_at(user, self.position) > self.position[node] and not only_looks(user, other) for user in other.users)
 
 
 def _follows(node: fx.Node, ancestor: fx.Node) -> bool:

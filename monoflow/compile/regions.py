@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload
-from monoflow.capture.graph import is_collective, memory_of, written_nodes
+from monoflow.capture.graph import is_collective, memory_of, phase_of, written_nodes
 from monoflow.schema import bind_arguments, is_random
 from monoflow.source import OpInfo
 
@@ -140,8 +140,7 @@ def _tensor_key(value: torch.Tensor) -> Hashable:
 
 def compilable(node: fx.Node) -> bool:
     """True for ops that may be part of a region: ATen ops on tensors, without randomness, outside the update."""
-    info = node.meta.get("op")
-    if isinstance(info, OpInfo) and info.phase == "update":
+    if phase_of(node) == "update":
         return False
     if node.target is operator.getitem:
         return True

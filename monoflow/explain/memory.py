@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload, storage_id
-from monoflow.capture.graph import finished_by, format_call, is_collective, is_wait, tensors_of
+from monoflow.capture.graph import format_call, is_collective, is_wait, last_uses, phase_of, tensors_of
 from monoflow.control_edge import after
 from monoflow.source import OpInfo
 
@@ -82,7 +82,7 @@ def _written_tensors(graph: fx.Graph, written: Sequence[str], kind: str) -> Iter
 
 
 class _Walk:
-    """Storages come with the ops that make them and go after their last use."""
+    """Storages come with the ops that make them and go with the last value that lies in them."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -93,7 +93,6 @@ class _Walk:
         self.at_peak: Counter[str] = Counter()
         self.peak_node: fx.Node | None = None
         self._link()
-        self.ends = self._ends()
 
     def storage_of(self, tensor: torch.Tensor) -> int:
         key = storage_id(tensor)
@@ -114,6 +113,8 @@ class _Walk:
         return size
 
     def run(self) -> None:
+        frees = last_uses(self.graph.nodes)
+        names = Counter(key for node in self.graph.nodes for key in self._storages(node))
         for node in self.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -128,9 +129,13 @@ class _Walk:
                 self.at_peak = Counter()
                 for category, size in self.alive.values():
                     self.at_peak[category] += size
-            for key in self.ends.get(node, ()):
-                if key in self.alive:
+            for key in (key for value in frees.get(node, ()) for key in self._storages(value)):
+                names[key] -= 1
+                if not names[key] and key in self.alive:
                     self.total -= self.alive.pop(key)[1]
+
+    def _storages(self, node: fx.Node) -> set[int]:
+        return set(map(self.storage_of, tensors_of(node)))
 
     def _link(self) -> None:
         """Results that lie in the memory of an argument, where their metadata do not say so."""
@@ -141,22 +146,6 @@ class _Walk:
                     left, right = self.storage_of(one), self.storage_of(other)
                     if left != right:
                         self.same[left] = right
-
-    def _ends(self) -> dict[fx.Node, list[int]]:
-        """Op -> the storages that nobody needs after it."""
-        order = {node: i for i, node in enumerate(self.graph.nodes)}
-        last: dict[int, fx.Node] = {}
-        for node in order:
-            uses = [node, *(end for user in node.users for end in finished_by(user))]
-            end = max(uses, key=order.__getitem__)
-            for tensor in tensors_of(node):
-                key = self.storage_of(tensor)
-                if key not in last or order[end] > order[last[key]]:
-                    last[key] = end
-        ends: dict[fx.Node, list[int]] = {}
-        for key, node in last.items():
-            ends.setdefault(node, []).append(key)
-        return ends
 
 
 def _is_in_place(node: fx.Node) -> bool:
@@ -175,5 +164,4 @@ def _category(node: fx.Node) -> str:
         return _category(node.args[0])  # type: ignore[arg-type]
     if is_collective(node.target):
         return "communication"
-    info = node.meta.get("op")
-    return "update" if isinstance(info, OpInfo) and info.phase == "update" else "activations"
+    return "update" if phase_of(node) == "update" else "activations"

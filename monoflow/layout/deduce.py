@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload, decompositions
-from monoflow.capture.graph import describe_node
+from monoflow.capture.graph import describe_node, phase_of
 from monoflow.errors import LayoutWarning, RuleError, SbpError
 from monoflow.layout.call import Call
 from monoflow.layout.cost import transfer_cost
@@ -34,7 +34,6 @@ from monoflow.layout.values import is_item, map_layouts, tensor_inputs, whole_la
 from monoflow.layout_hint import is_alone, is_hint
 from monoflow.sbp import Layout, Partial, Sbp, Split, broadcast, layout, partial_sum
 from monoflow.schema import op_name
-from monoflow.source import OpInfo
 
 LAZY = 0.999
 """Between passing a partial sum on and reducing it at once, at equal cost, it is passed on: it may yet be added to another."""
@@ -143,7 +142,7 @@ class _Deduction:
         layouts: list[Layout] = [self.whole] * len(results)
         cuts: list[tuple[str, int]] = [("", 0)] * len(self.mesh_shape)
         for group in groups:
-            chosen = self._choose(group, inputs, results, _is_update(node))
+            chosen = self._choose(group, inputs, results, phase_of(node) == "update")
             cuts = [(option.factor, option.size) if option.offset else cut for option, cut in zip(chosen, cuts, strict=True)]
             for at, place in enumerate(group.inputs):
                 needs[place] = tuple(option.inputs[at] for option in chosen)
@@ -260,11 +259,6 @@ class _Deduction:
     def _convert(self, node: fx.Node, wanted: Layout) -> None:
         if wanted not in self.versions[node]:
             self.versions[node].append(wanted)
-
-
-def _is_update(node: fx.Node) -> bool:
-    info = node.meta.get("op")
-    return isinstance(info, OpInfo) and info.phase == "update"
 
 
 def _rounds(option: Option, values: list[Any]) -> bool:

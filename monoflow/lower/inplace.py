@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from monoflow._torch import storage_id
-from monoflow.capture.graph import fake_mode_of_graph, finished_by, only_looks, overlap
+from monoflow.capture.graph import done_at, fake_mode_of_graph, only_looks, overlap
 from monoflow.schema import bind_arguments, inplace_twin
 
 _aten = torch.ops.aten
@@ -87,10 +87,8 @@ class _Readers:
         at = self.position[node]
         group = [a for a in self.sharing[storage_id(value.meta["val"])] if overlap(a.meta["val"], value.meta["val"])]
         for alias in group:
-            for user in alias.users:
-                last = max(map(self.position.__getitem__, finished_by(user)))
-                if last > at and user is not allowed and not only_looks(user, alias):
-                    return False
+            if any(done_at(user, self.position) > at and user is not allowed and not only_looks(user, alias) for user in alias.users):
+                return False
         return not any(alias is not value and alias in node.all_input_nodes for alias in group)
 
 

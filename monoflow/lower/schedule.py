@@ -20,13 +20,12 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload, storage_id
-from monoflow.capture.graph import is_collective, is_wait, memory_of, written_nodes
+from monoflow.capture.graph import is_collective, is_wait, memory_of, phase_of, written_nodes
 from monoflow.control_edge import insert_after
 from monoflow.layout.cost import Link
 from monoflow.layout.lay_out import Schedule
-from monoflow.lower.buckets import BUCKET, WAIT, bytes_of, join
+from monoflow.lower.buckets import BUCKET, bytes_of, join
 from monoflow.lower.ways import choose_ways
-from monoflow.source import OpInfo
 
 _aten = torch.ops.aten
 _functional: Any = torch.ops._c10d_functional
@@ -60,7 +59,7 @@ def _update_in_levels(graph: fx.Graph) -> None:
     levels: dict[fx.Node, int] = {}
     stretch: list[fx.Node] = []
     for node in [*graph.nodes]:
-        if _is_update(node):
+        if phase_of(node) == "update":
             levels[node] = max((levels.get(n, 0) for n in node.all_input_nodes), default=0) + (node.target is ALL_REDUCE)
             if not written_nodes(node):
                 stretch.append(node)
@@ -112,7 +111,7 @@ def _gather_in_turn(graph: fx.Graph, largest: int) -> None:
     before: fx.Node | None = None
     for node in graph.find_nodes(op="call_function", target=ALL_GATHER):
         chain, origin = _chain(node)
-        if not _is_update(node) or origin.op == "placeholder":
+        if phase_of(node) != "update" or origin.op == "placeholder":
             continue
         if bytes_of(node) < largest:
             for one in chain:
@@ -124,16 +123,11 @@ def _gather_in_turn(graph: fx.Graph, largest: int) -> None:
         before = min(node.users)
 
 
-def _is_update(node: fx.Node) -> bool:
-    info = node.meta.get("op")
-    return node.op == "call_function" and isinstance(info, OpInfo) and info.phase == "update"
-
-
 def _chain(node: fx.Node) -> tuple[list[fx.Node], fx.Node]:
     """A collective and the ops that prepare its value for nobody else, last one first; and the value."""
     chain = [node]
     value: Any = node.args[0]
-    while value.op == "call_function" and _prepares(value) and len(value.users) == 1 and len(value.all_input_nodes) == 1:
+    while _prepares(value) and len(value.users) == 1:
         chain.append(value)
         value = value.args[0]
     return chain, value
@@ -186,7 +180,7 @@ def _gathered_inputs(graph: fx.Graph, closed_at: int) -> Iterator[_Bucket]:
     bucket: _Bucket | None = None
     last: fx.Node | None = None
     for node in sorted(uses, key=lambda n: position[uses[n]]):
-        use, phase = uses[node], _phase(node)
+        use, phase = uses[node], phase_of(node)
         if bucket is not None and use is not last and (bucket.size >= closed_at or phase != bucket.phase):
             yield bucket
             bucket = None
@@ -204,11 +198,6 @@ def _users(gather: fx.Node) -> list[fx.Node]:
     for user in gather.users:
         found += _users(user) if is_wait(user.target) or _prepares(user) else [user]
     return found
-
-
-def _phase(node: fx.Node) -> str:
-    info = node.meta.get("op")
-    return info.phase if isinstance(info, OpInfo) else ""
 
 
 def _made_last(use: fx.Node) -> fx.Node | None:
@@ -261,7 +250,7 @@ def _wait_late(graph: fx.Graph) -> None:
 
 def _moves_with_wait(node: fx.Node) -> bool:
     while node.op == "call_function":
-        if node.target is WAIT:
+        if is_wait(node.target):
             return True
         if node.target is not operator.getitem and not _prepares(node):
             return False

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import fx
 
-from monoflow.capture.graph import describe_node, is_collective
+from monoflow.capture.graph import describe_node, is_collective, is_wait
 from monoflow.control_edge import after
 from monoflow.errors import GraphError
 from monoflow.layout.lay_out import Schedule
 from monoflow.layout_hint import is_hint
-from monoflow.lower.buckets import BUCKET, WAIT
+from monoflow.lower.buckets import BUCKET
 from monoflow.source import OpInfo
 
 
@@ -34,7 +34,7 @@ def verify_rank_graph(graph: fx.Graph, schedule: Schedule) -> None:
         _require(all(position[n] < at for n in node.all_input_nodes), node, "it comes before something that it takes, or must come after")
         target: Any = node.target
         if is_collective(target):
-            _require(all(user.target is WAIT for user in node.users), node, "its result is used before it has been waited for")
+            _require(all(is_wait(user.target) for user in node.users), node, "its result is used before it has been waited for")
             if BUCKET in node.meta:
                 started.setdefault(node.meta[BUCKET], at)
                 for wait in node.users:

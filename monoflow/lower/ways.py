@@ -57,7 +57,7 @@ def _exchange_copies(emit: Emitter, node: fx.Node) -> None:
     with emit.graph.inserting_before(node):
         copies = emit.call(_aten.repeat.default, value, [parts] + [1] * (len(shape) - 1))
         exchanged = emit.call(_functional.all_to_all_single.default, copies, [shape[0]] * parts, [shape[0]] * parts, group)
-    exchanged.meta.update({key: found for key, found in node.meta.items() if key not in exchanged.meta}, kind="all-gather")
+    exchanged.meta = {**node.meta, **exchanged.meta, "kind": "all-gather"}
     node.replace_all_uses_with(exchanged)
     emit.graph.erase_node(node)
 

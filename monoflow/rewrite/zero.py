@@ -22,12 +22,12 @@ import torch
 from torch import fx
 
 from monoflow._torch import OpOverload
+from monoflow.capture.graph import phase_of
 from monoflow.errors import PlacementError, StepError
 from monoflow.layout.lay_out import LaidOut, Schedule
 from monoflow.placement import Placement
 from monoflow.rewrite.on_layout import OnLayout, on_layout
 from monoflow.sbp import Broadcast, Layout, Partial, Split
-from monoflow.source import OpInfo
 
 WASTE = 1 << 14
 """Elements that dimension 0 may waste, by filling pieces up to one length, before another dimension is cut instead."""
@@ -126,9 +126,9 @@ class _Sharding:
     def _scatter(self, node: fx.Node) -> None:
         """What the backward pass hands to the update in the shape of a parameter, the update takes in pieces."""
         value = node.meta.get("val")
-        if node.op != "call_function" or _phase(node) == "update" or not isinstance(value, torch.Tensor):
+        if node.op != "call_function" or phase_of(node) == "update" or not isinstance(value, torch.Tensor):
             return
-        users = [user for user in node.users if user.op == "output" or _phase(user) == "update"]
+        users = [user for user in node.users if user.op == "output" or phase_of(user) == "update"]
         if tuple(value.shape) not in self.shapes or not value.is_floating_point() or all(user.op == "output" for user in users):
             return
         wanted = self._cut(tuple(value.shape), _reduced(node.meta["layout"]))
@@ -147,7 +147,9 @@ class _Sharding:
             return
         for root in _roots(parameter):
             backward = _made_again(root)
-            forward = [u for u in root.users if u not in backward and u.op == "call_function" and _phase(u) != "update" and not _shrinks(u)]
+            forward = [
+                u for u in root.users if u not in backward and u.op == "call_function" and phase_of(u) != "update" and not _shrinks(u)
+            ]
             for users in (forward, backward):
                 if users:
                     self.laid.convert(root, whole, users, alone=True)
@@ -172,7 +174,7 @@ def _made_again(root: fx.Node) -> list[fx.Node]:
             node.meta["op"] = user.meta["op"]
         return again[carrier]
 
-    uses = [(user, carrier) for carrier in carriers for user in carrier.users if _phase(user) == "backward" and user not in carriers]
+    uses = [(user, carrier) for carrier in carriers for user in carrier.users if phase_of(user) == "backward" and user not in carriers]
     direct: dict[fx.Node, None] = {}
     for user, carrier in sorted(uses, key=lambda use: use[0]):
         if not _shrinks(user):
@@ -192,7 +194,7 @@ def _carriers(root: fx.Node) -> Iterator[fx.Node]:
 
 def _carries(user: fx.Node) -> bool:
     target = user.target
-    if not isinstance(target, OpOverload) or _phase(user) == "update" or _shrinks(user):
+    if not isinstance(target, OpOverload) or phase_of(user) == "update" or _shrinks(user):
         return False
     return (target.is_view or target in CARRIED) and len(user.all_input_nodes) == 1
 
@@ -208,11 +210,6 @@ def _shrinks(node: fx.Node) -> bool:
 def _reduced(found: Layout) -> Layout:
     """The layout with partial sums made whole."""
     return tuple(Broadcast() if isinstance(sbp, Partial) else sbp for sbp in found)
-
-
-def _phase(node: fx.Node) -> str:
-    info = node.meta.get("op")
-    return info.phase if isinstance(info, OpInfo) else ""
 
 
 def _mesh_dim(placement: Placement, given: int | str) -> int:

@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from monoflow._torch import TorchDispatchMode
+from monoflow._torch import TorchDispatchMode, pytree
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -40,7 +39,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._follow(tree_leaves(result))
+        self._follow(pytree.tree_leaves(result))
         return result
 
     def _forget(self, key: int, reference: weakref.ref[torch.UntypedStorage]) -> None:
